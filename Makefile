@@ -1,0 +1,60 @@
+# zero_c: build, run and check. Needs Python 3.10 or newer, gcc and make; the rest is installed in .venv.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+PYTEST := $(VENV)/bin/pytest -q
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*.c csrc/*.h zero_c/*.py zero_c/*/*.py zero_c/*.pyi zero_c/py.typed)
+
+.PHONY: help venv demo test long asan tsan bench lint clean
+
+help:
+	@echo "make venv    environment in $(VENV): pinned requirements, zero_c built from this source"
+	@echo "make demo    train a small language model on two ranks and compare it with one"
+	@echo "make test    every test (what CI runs)"
+	@echo "make long    the tests that take minutes each"
+	@echo "make asan    C tests, and the extension under Python, with address and undefined behaviour checks"
+	@echo "make tsan    C tests with the thread sanitizer"
+	@echo "make bench   time and memory against other packages"
+	@echo "make lint    layers of the C sources, exports, stubs"
+	@echo "make clean   remove what was built ($(VENV) stays)"
+	@echo "PYTHON=... chooses the interpreter for the environment (default python3)"
+
+venv: $(VENV)/.built
+
+$(VENV)/.installed: requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -q -r requirements.txt
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.installed $(SOURCES)
+	$(RUN) -m pip install -q --no-deps --no-build-isolation --force-reinstall .
+	@touch $@
+
+demo: venv
+	$(RUN) examples/demo.py
+
+test: venv
+	$(PYTEST) tests
+
+long: venv
+	$(PYTEST) -m long tests
+
+ASAN_LIB := build/asan
+asan: venv
+	$(PYTEST) tests/test_c.py -k "address"
+	ZERO_C_SANITIZE=address $(RUN) setup.py -q build --build-lib $(ASAN_LIB) --build-temp $(ASAN_LIB)-objects
+	LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(ASAN_LIB) \
+		$(PYTEST) tests/test_dlpack.py tests/test_numpy_api.py
+
+tsan: venv
+	$(PYTEST) tests/test_c.py -k "thread"
+
+bench: venv
+	$(RUN) benchmarks/run.py
+
+lint: venv
+	$(PYTEST) tests/test_build.py
+
+clean:
+	rm -rf build dist *.egg-info zero_c/*.so zero_c/__pycache__ tests/__pycache__ .pytest_cache .hypothesis

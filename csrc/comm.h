@@ -1,0 +1,240 @@
+/*
+ * Collectives between the ranks of one group, as the engine sees them.
+ *
+ * A communicator is the group; a channel is one user of it (an engine), with
+ * its own tags.  Operations are matched by (channel, tag): the k-th operation
+ * a rank posts on a tag meets the k-th of every other rank on that tag, and
+ * must be the same in kind, dtype, count and root, or all ranks get
+ * ZC_EMISMATCH naming both sides.  Operations on different tags are
+ * independent and may complete in any order, unless the communicator is
+ * `ordered`, in which case every rank must post all operations of a channel in
+ * one order (NCCL).
+ *
+ * Streams.  An operation begins after the work enqueued on `stream` before the
+ * call; the call does not wait for it.  It hands out a ticket.  comm_test
+ * tells whether work enqueued on `stream` from now on is ordered after the
+ * whole operation: its result is there *and* every peer has finished with this
+ * rank's memory.  On a backend with real streams that is always so (the stream
+ * is made to wait); on the CPU it means "it is done".  comm_wait makes it so,
+ * blocking the host if it must.  Ticket 0 is an operation that is done.
+ *
+ * Waiting.  Every wait makes progress on all channels of all communicators
+ * that share this one's processes, returns to the interrupt callback at least
+ * every 100 ms, and ends: with ZC_EPEERLOST when a peer that is waited for is
+ * gone, ZC_ETIMEOUT after the communicator's timeout, ZC_EMISMATCH when ranks
+ * wait for one another in different operations, ZC_EINTERRUPT.  Any of these
+ * poisons the group: on all ranks every later operation fails, with the first
+ * reason, until a new communicator is made.  (ZC_EINTERRUPT is returned by the
+ * interrupted call only; peers and later calls get ZC_ECOMM with its sentence.)
+ * Posting on a tag whose last operation is still pending waits for that one.
+ *
+ * Memory.  Regions are allocated collectively and reachable by the backend on
+ * all ranks (mapped, or registered); operations of the engine name offsets in
+ * them.  The plain-array operations at the end accept any host memory and
+ * block.
+ *
+ * Threads.  One communicator may be used by several threads of its rank; calls
+ * are serialised.  Ranks that wait for one another are found out only while each
+ * of them calls from one thread; otherwise the timeout ends the wait.  A call
+ * from a forked child fails with ZC_ESTATE.
+ */
+#ifndef COMM_H
+#define COMM_H
+
+#include "device.h"
+#include "zc_dtype.h"
+#include "zc_status.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct zc_comm zc_comm;
+typedef struct comm_channel comm_channel;
+typedef uint64_t comm_ticket;
+
+/* Memory that every rank of a channel has, at a place known to all. */
+typedef struct comm_region {
+    void *base;         /* this rank's address */
+    size_t bytes;
+    comm_channel *channel;
+    unsigned flags;
+} comm_region;
+
+/* One physical copy per host: all ranks' `base` is rank 0's memory. */
+#define COMM_ONE_COPY 1u
+/* Only address space at first: memory comes with comm_region_grow, so that a caller can move data in piece by piece. */
+#define COMM_GROWS 2u
+
+typedef enum comm_op { COMM_SUM = 0, COMM_MAX = 1, COMM_MIN = 2, COMM_PROD = 3 } comm_op; /* as cpu_op */
+
+/*
+ * Reduce-scatter of one bucket.  Rank q contributes `ranks` slices of `count`
+ * elements of `dtype` each, at region + offset; this rank receives
+ *     s[i] = (slice of rank 0)[i] + (slice of rank 1)[i] + ...
+ * in zc_dtype_sum(dtype), in rank order, rounded once per addition, into `to`
+ * (`to[i] = s[i]`, or `to[i] += s[i]` with accumulate).
+ *   own   where this rank's contribution to its own slice is; NULL: in the
+ *         region like the others.  May equal `to` when dtype is the sum's.
+ *   to    may be this rank's own slice in the region when dtype is the sum's.
+ *   zero  this rank contributes zeros and its slices are not read.
+ *   flags receives CPU_NONFINITE_* of the values written, or-ed in; may be NULL.
+ */
+typedef struct comm_reduce_args {
+    uint32_t tag;
+    comm_region *region;
+    size_t offset_bytes;
+    const void *own;
+    void *to;
+    size_t count;
+    zc_dtype dtype;
+    int accumulate;
+    int zero;
+    uint32_t *flags;
+} comm_reduce_args;
+
+typedef struct comm_ops {
+    const char *name;
+    int ordered;
+    zc_status (*channel_open)(zc_comm *comm, const char *name, uint32_t tags, comm_channel **out);
+    void (*channel_close)(comm_channel *channel);
+    zc_status (*region_alloc)(comm_channel *channel, size_t bytes, unsigned flags, comm_region **out);
+    zc_status (*region_grow)(comm_region *region, size_t bytes);
+    void (*region_free)(comm_region *region);
+    zc_status (*reduce_scatter)(comm_channel *channel, zc_stream *stream, const comm_reduce_args *args,
+                                comm_ticket *ticket);
+    zc_status (*all_gather)(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
+                            size_t offset_bytes, size_t slice_bytes, comm_ticket *ticket);
+    zc_status (*all_reduce_words)(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
+                                  size_t offset_bytes, size_t words, uint64_t *to, comm_ticket *ticket);
+    zc_status (*broadcast)(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
+                           size_t offset_bytes, size_t bytes, size_t root, comm_ticket *ticket);
+    zc_status (*test)(comm_channel *channel, comm_ticket ticket, zc_stream *stream, int *done);
+    zc_status (*wait)(comm_channel *channel, comm_ticket ticket, zc_stream *stream);
+    zc_status (*wait_some)(comm_channel *channel, comm_ticket ticket, zc_stream *stream, uint64_t limit_ns,
+                           int *done);
+    zc_status (*progress)(zc_comm *comm);
+    zc_status (*exchange)(comm_channel *channel, uint32_t tag, const char *what, const void *record,
+                          void *records, size_t bytes);
+
+    zc_status (*array_all_reduce)(zc_comm *comm, void *array, size_t count, zc_dtype dtype, comm_op op);
+    zc_status (*array_reduce_scatter)(zc_comm *comm, const void *from, void *to, size_t count, zc_dtype dtype,
+                                      comm_op op);
+    zc_status (*array_all_gather)(zc_comm *comm, const void *from, void *to, size_t bytes);
+    zc_status (*array_broadcast)(zc_comm *comm, void *array, size_t bytes, size_t root);
+    zc_status (*barrier)(zc_comm *comm);
+    zc_status (*split)(zc_comm *comm, int64_t color, zc_comm **out);
+    void (*poison)(zc_comm *comm, zc_status status, const char *why);
+    void (*close)(zc_comm *comm);
+} comm_ops;
+
+/* The head of every communicator. */
+struct zc_comm {
+    const comm_ops *ops;
+    size_t rank, ranks;     /* in this group; messages name ranks of the first communicator */
+    size_t local_ranks;     /* ranks of the group on this host */
+    uint64_t timeout_ns;
+    /* Called during waits, at least every 100 ms; not 0: give up with ZC_EINTERRUPT. May be NULL. */
+    int (*interrupted)(void *context);
+    void *interrupt_context;
+};
+
+struct comm_channel {
+    zc_comm *comm;
+};
+
+/* ---- the calls; see above for streams and tickets --------------------- */
+
+/* Collective. `tags` tags, all idle. `name` appears in messages and must agree. */
+zc_status comm_channel_open(zc_comm *comm, const char *name, uint32_t tags, comm_channel **out);
+/* Local; NULL is allowed. Regions of the channel must be freed before. */
+void comm_channel_close(comm_channel *channel);
+
+/* Collective, blocking; zero-filled, page aligned, pages present. bytes 0 gives *out = NULL. */
+zc_status comm_region_alloc(comm_channel *channel, size_t bytes, unsigned flags, comm_region **out);
+/*
+ * Local: of a COMM_GROWS region, the first `bytes` bytes have memory after this.
+ * On a COMM_ONE_COPY region only rank 0's call reserves memory.
+ */
+zc_status comm_region_grow(comm_region *region, size_t bytes);
+/* Local. No operation may be pending on it on any rank. NULL is allowed. */
+void comm_region_free(comm_region *region);
+
+zc_status comm_reduce_scatter(comm_channel *channel, zc_stream *stream, const comm_reduce_args *args,
+                              comm_ticket *ticket);
+
+/*
+ * All-gather in place: rank r's slice of slice_bytes lies at region + offset +
+ * r * slice_bytes on every rank.  On a COMM_ONE_COPY region nothing is copied.
+ */
+zc_status comm_all_gather(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
+                          size_t offset_bytes, size_t slice_bytes, comm_ticket *ticket);
+
+/* to[i] = sum over ranks of the uint64_t words at region + offset. `to` is device memory outside the region. */
+zc_status comm_all_reduce_words(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
+                                size_t offset_bytes, size_t words, uint64_t *to, comm_ticket *ticket);
+
+/* region + offset on every rank becomes root's. */
+zc_status comm_broadcast(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
+                         size_t offset_bytes, size_t bytes, size_t root, comm_ticket *ticket);
+
+zc_status comm_test(comm_channel *channel, comm_ticket ticket, zc_stream *stream, int *done);
+zc_status comm_wait(comm_channel *channel, comm_ticket ticket, zc_stream *stream);
+
+/*
+ * As comm_wait, but gives up after limit_ns with *done = 0 and no error: for a
+ * caller that can go on without.  Such a wait blocks nobody, so it takes no
+ * part in the search for ranks that wait for one another.
+ */
+zc_status comm_wait_some(comm_channel *channel, comm_ticket ticket, zc_stream *stream, uint64_t limit_ns, int *done);
+
+/* Does what can be done without waiting, on all channels. */
+zc_status comm_progress(zc_comm *comm);
+
+/*
+ * Host-side all-gather of small records, blocking: records[q] becomes rank q's
+ * record.  bytes <= COMM_EXCHANGE_BYTES and equal on all ranks.  `what` names
+ * the operation in messages ("step", "end of backward"); it may differ between
+ * ranks.
+ */
+#define COMM_EXCHANGE_BYTES 2048u
+zc_status comm_exchange(comm_channel *channel, uint32_t tag, const char *what, const void *record, void *records,
+                        size_t bytes);
+
+/* ---- plain host arrays, blocking, any size --------------------------- */
+
+zc_status comm_array_all_reduce(zc_comm *comm, void *array, size_t count, zc_dtype dtype, comm_op op);
+/* from: ranks * count elements; to: count elements, this rank's slice of the result; may be inside from. */
+zc_status comm_array_reduce_scatter(zc_comm *comm, const void *from, void *to, size_t count, zc_dtype dtype,
+                                    comm_op op);
+/* to: ranks * bytes. */
+zc_status comm_array_all_gather(zc_comm *comm, const void *from, void *to, size_t bytes);
+zc_status comm_array_broadcast(zc_comm *comm, void *array, size_t bytes, size_t root);
+zc_status comm_barrier(zc_comm *comm);
+
+/* Collective. Ranks with the same color >= 0 form a group, in rank order; *out = NULL for color < 0. */
+zc_status comm_split(zc_comm *comm, int64_t color, zc_comm **out);
+
+/* Makes every later operation of the group fail on all ranks with this status and sentence. */
+void comm_poison(zc_comm *comm, zc_status status, const char *why);
+
+/* Local, never waits: peers that wait for this rank get ZC_EPEERLOST. Frees comm. NULL is allowed. */
+void comm_close(zc_comm *comm);
+
+/* ---- backends --------------------------------------------------------- */
+
+/* `ranks` communicators, for threads of this process: out[r] belongs to rank r's thread. */
+zc_status local_comm_create(size_t ranks, uint64_t timeout_ns, zc_comm **out);
+
+typedef struct shm_comm_config {
+    size_t rank, ranks;
+    const char *job;             /* names the rendezvous on this host; at most 80 bytes */
+    const char *token;           /* secret the peers must know too; NULL: none */
+    uint64_t start_timeout_ns, timeout_ns;
+    int (*interrupted)(void *context);
+    void *interrupt_context;
+} shm_comm_config;
+
+/* Meets the other ranks of `job` on this host. Blocking; ZC_ETIMEOUT names the ranks that did not come. */
+zc_status shm_comm_open(const shm_comm_config *config, zc_comm **out);
+
+#endif

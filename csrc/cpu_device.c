@@ -1,0 +1,519 @@
+/*
+ * The CPU device: memory, and the operations of device.h on the kernels of this
+ * machine.  Everything is done when a call returns; streams are ignored.
+ *
+ * Elements are independent of each other and sums of squares are exact, so how
+ * a range is split among threads changes no bit.
+ */
+#include "cpu_kernels.h"
+#include "cpu_threads.h"
+#include "device.h"
+
+#include <math.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define GRAIN_ELEMS ((size_t)32 << 10) /* below this a second thread costs more than it saves */
+#define STREAM_COPY_BYTES ((size_t)4 << 20)
+#define MAX_DIMS 64
+
+typedef struct cpu_device {
+    zc_device device;
+    const cpu_kernels *kernels;
+    cpu_threads *threads;
+    uint32_t mappings; /* made so far, for staggering */
+} cpu_device;
+
+static cpu_device *of(zc_device *device)
+{
+    return (cpu_device *)device;
+}
+
+/* ---- memory -------------------------------------------------------------------- */
+
+#define MAPPED_BYTES ((size_t)1 << 20) /* from this size on memory is mapped, not taken from the heap */
+#define HUGE_BYTES ((size_t)2 << 20)
+#define STAGGER_BYTES 320u             /* whole lines, and 12 steps of it fit the first page */
+#define STAGGER_STEPS 12u
+#define SMALL_ALIGN_BYTES 64u
+
+static size_t page_bytes(void)
+{
+    return (size_t)sysconf(_SC_PAGESIZE);
+}
+
+static size_t mapping_bytes(size_t bytes)
+{
+    size_t page = page_bytes();
+    return (bytes + STAGGER_STEPS * STAGGER_BYTES + page - 1) / page * page;
+}
+
+/* Makes every page present, so that no step pays for it. */
+static void touch_pages(char *base, size_t bytes)
+{
+#if defined(MADV_POPULATE_WRITE)
+    if (madvise(base, bytes, MADV_POPULATE_WRITE) == 0)
+        return;
+#endif
+    size_t page = page_bytes();
+    for (size_t at = 0; at < bytes; at += page)
+        ((volatile char *)base)[at] = 0;
+}
+
+/*
+ * Begins at a huge page, plus a few lines that differ between mappings: the
+ * streams of one update (p, m, v, g) should not meet in the same cache sets.
+ */
+static zc_status map(cpu_device *cpu, size_t bytes, void **out)
+{
+    size_t length = mapping_bytes(bytes);
+    char *reserved = MAP_FAILED;
+    if (length > bytes && length <= SIZE_MAX - HUGE_BYTES && !zc_fault())
+        reserved = mmap(NULL, length + HUGE_BYTES, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (reserved == MAP_FAILED)
+        return zc_fail(ZC_ENOMEM, "could not map %zu bytes of memory", bytes);
+    size_t head = (0 - (uintptr_t)reserved) % HUGE_BYTES;
+    if (head)
+        munmap(reserved, head);
+    char *base = reserved + head;
+    if (HUGE_BYTES > head)
+        munmap(base + length, HUGE_BYTES - head);
+    madvise(base, length, MADV_HUGEPAGE); /* best effort */
+    touch_pages(base, length);
+    uint32_t step = __atomic_fetch_add(&cpu->mappings, 1, __ATOMIC_RELAXED) % STAGGER_STEPS;
+    *out = base + step * STAGGER_BYTES;
+    return ZC_OK;
+}
+
+static zc_status cpu_alloc(zc_device *device, size_t bytes, void **out)
+{
+    *out = NULL;
+    if (bytes == 0)
+        return ZC_OK;
+    if (bytes >= MAPPED_BYTES)
+        return map(of(device), bytes, out);
+    void *memory = NULL;
+    if (zc_fault() || posix_memalign(&memory, SMALL_ALIGN_BYTES, bytes) != 0)
+        return zc_fail(ZC_ENOMEM, "could not allocate %zu bytes of memory", bytes);
+    *out = memset(memory, 0, bytes);
+    return ZC_OK;
+}
+
+static void cpu_free(zc_device *device, void *memory, size_t bytes)
+{
+    (void)device;
+    if (!memory)
+        return;
+    if (bytes < MAPPED_BYTES) {
+        free(memory);
+        return;
+    }
+    uintptr_t base = (uintptr_t)memory / HUGE_BYTES * HUGE_BYTES;
+    munmap((void *)base, mapping_bytes(bytes));
+}
+
+/* ---- moving bytes --------------------------------------------------------------- */
+
+typedef struct copy_job {
+    const cpu_kernels *kernels;
+    char *to;
+    const char *from; /* NULL: zeros */
+    int stream;
+} copy_job;
+
+static void run_copy(void *context, size_t begin, size_t end)
+{
+    const copy_job *job = context;
+    if (!job->from)
+        memset(job->to + begin, 0, end - begin);
+    else if (job->stream)
+        job->kernels->copy_stream(job->to + begin, job->from + begin, end - begin);
+    else
+        memcpy(job->to + begin, job->from + begin, end - begin);
+}
+
+static zc_status cpu_copy(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes)
+{
+    (void)stream;
+    copy_job job = {of(device)->kernels, to, from, bytes >= STREAM_COPY_BYTES};
+    if (bytes && to != from)
+        cpu_parallel(of(device)->threads, bytes, GRAIN_ELEMS * sizeof(float), run_copy, &job);
+    return ZC_OK;
+}
+
+static zc_status cpu_zero(zc_device *device, zc_stream *stream, void *to, size_t bytes)
+{
+    (void)stream;
+    copy_job job = {.to = to};
+    cpu_parallel(of(device)->threads, bytes, GRAIN_ELEMS * sizeof(float), run_copy, &job);
+    return ZC_OK;
+}
+
+/* One row of the innermost dimension; `stride_bytes` lies between its elements. */
+static void pack_row(char *to, const char *from, size_t elem_bytes, size_t elems, ptrdiff_t stride_bytes)
+{
+    if (stride_bytes == (ptrdiff_t)elem_bytes) {
+        memcpy(to, from, elems * elem_bytes);
+        return;
+    }
+    switch (elem_bytes) { /* a constant size makes memcpy one move */
+    case 2:
+        for (size_t i = 0; i < elems; i++)
+            memcpy(to + 2 * i, from + (ptrdiff_t)i * stride_bytes, 2);
+        break;
+    case 4:
+        for (size_t i = 0; i < elems; i++)
+            memcpy(to + 4 * i, from + (ptrdiff_t)i * stride_bytes, 4);
+        break;
+    default:
+        for (size_t i = 0; i < elems; i++)
+            memcpy(to + elem_bytes * i, from + (ptrdiff_t)i * stride_bytes, elem_bytes);
+    }
+}
+
+static zc_status cpu_pack(zc_device *device, zc_stream *stream, void *to, const void *from, size_t elem_bytes,
+                          int dims, const int64_t *shape, const int64_t *strides)
+{
+    if (dims < 0 || dims > MAX_DIMS)
+        return zc_fail(ZC_EINVAL, "a tensor of %d dimensions cannot be packed; at most %d are possible", dims,
+                       MAX_DIMS);
+    /* Dimensions of one element vanish, neighbours that are one run are joined. */
+    int64_t extent[MAX_DIMS], step[MAX_DIMS];
+    int kept = 0;
+    for (int d = 0; d < dims; d++) {
+        if (shape[d] == 0)
+            return ZC_OK;
+        if (shape[d] == 1)
+            continue;
+        if (kept && step[kept - 1] == shape[d] * strides[d]) {
+            extent[kept - 1] *= shape[d];
+            step[kept - 1] = strides[d];
+        } else {
+            extent[kept] = shape[d];
+            step[kept++] = strides[d];
+        }
+    }
+    if (kept == 0 || (kept == 1 && step[0] == 1))
+        return cpu_copy(device, stream, to, from, (kept ? (size_t)extent[0] : 1) * elem_bytes);
+
+    int inner = kept - 1;
+    int64_t index[MAX_DIMS] = {0};
+    char *row_to = to;
+    const char *row_from = from;
+    size_t row_elems = (size_t)extent[inner];
+    for (;;) {
+        pack_row(row_to, row_from, elem_bytes, row_elems, (ptrdiff_t)(step[inner] * (int64_t)elem_bytes));
+        row_to += row_elems * elem_bytes;
+        int d = inner - 1;
+        for (; d >= 0; d--) {
+            row_from += step[d] * (int64_t)elem_bytes;
+            if (++index[d] < extent[d])
+                break;
+            row_from -= extent[d] * step[d] * (int64_t)elem_bytes;
+            index[d] = 0;
+        }
+        if (d < 0)
+            return ZC_OK;
+    }
+}
+
+/* ---- gradients ------------------------------------------------------------------- */
+
+typedef struct accumulate_job {
+    const cpu_kernels *kernels;
+    char *to;
+    const char *from;
+    zc_dtype dtype;
+    int add;
+} accumulate_job;
+
+static void run_accumulate(void *context, size_t begin, size_t end)
+{
+    const accumulate_job *job = context;
+    const void *in = job->from + begin * zc_dtype_bytes(job->dtype);
+    void *to = job->to + begin * zc_dtype_bytes(zc_dtype_sum(job->dtype));
+    unsigned long mode = cpu_mode_enter();
+    job->kernels->reduce(to, &in, 1, end - begin, job->dtype, job->add);
+    cpu_mode_leave(mode);
+}
+
+static zc_status cpu_accumulate(zc_device *device, zc_stream *stream, void *to, const void *from, size_t count,
+                                zc_dtype dtype, int add)
+{
+    (void)stream;
+    accumulate_job job = {of(device)->kernels, to, from, dtype, add};
+    cpu_parallel(of(device)->threads, count, GRAIN_ELEMS, run_accumulate, &job);
+    return ZC_OK;
+}
+
+typedef struct squares_job {
+    const cpu_kernels *kernels;
+    pthread_mutex_t lock; /* of stats and flags */
+    device_stats *stats;
+    uint32_t *flags;
+    const char *grad;
+    zc_dtype dtype;
+} squares_job;
+
+static void run_squares(void *context, size_t begin, size_t end)
+{
+    squares_job *job = context;
+    uint64_t words[OPTIM_SUM_WORDS] = {0};
+    unsigned long mode = cpu_mode_enter();
+    const char *grad = job->grad + begin * zc_dtype_bytes(job->dtype);
+    uint32_t flags = job->kernels->sum_squares(words, grad, end - begin, job->dtype);
+    cpu_mode_leave(mode);
+    pthread_mutex_lock(&job->lock);
+    for (unsigned i = 0; i < OPTIM_SUM_WORDS; i++)
+        job->stats->sum_squares[i] += words[i];
+    *job->flags |= flags;
+    pthread_mutex_unlock(&job->lock);
+}
+
+static zc_status cpu_sum_squares(zc_device *device, zc_stream *stream, device_stats *stats, uint32_t *flags,
+                                 const void *grad, size_t count, zc_dtype dtype)
+{
+    (void)stream;
+    squares_job job = {of(device)->kernels, PTHREAD_MUTEX_INITIALIZER, stats, flags, grad, dtype};
+    cpu_parallel(of(device)->threads, count, GRAIN_ELEMS, run_squares, &job);
+    pthread_mutex_destroy(&job.lock);
+    return ZC_OK;
+}
+
+static zc_status cpu_fold_flags(zc_device *device, zc_stream *stream, device_stats *stats,
+                                const uint32_t *flags)
+{
+    (void)device;
+    (void)stream;
+    stats->inf_ranks = (*flags & CPU_NONFINITE_INF) != 0;
+    stats->nan_ranks = (*flags & CPU_NONFINITE_NAN) != 0;
+    return ZC_OK;
+}
+
+typedef struct scale_job {
+    const cpu_kernels *kernels;
+    char *to;
+    const char *from;
+    zc_dtype dtype;
+    double factor;
+} scale_job;
+
+static void run_scale(void *context, size_t begin, size_t end)
+{
+    const scale_job *job = context;
+    size_t at = begin * zc_dtype_bytes(job->dtype);
+    unsigned long mode = cpu_mode_enter();
+    job->kernels->scale(job->to + at, job->from + at, end - begin, job->dtype, job->factor);
+    cpu_mode_leave(mode);
+}
+
+static zc_status cpu_scale(zc_device *device, zc_stream *stream, void *to, const void *from, size_t count,
+                           zc_dtype dtype, double factor)
+{
+    (void)stream;
+    scale_job job = {of(device)->kernels, to, from, dtype, factor};
+    cpu_parallel(of(device)->threads, count, GRAIN_ELEMS, run_scale, &job);
+    return ZC_OK;
+}
+
+/* ---- the step --------------------------------------------------------------------- */
+
+static double global_norm(const device_step_args *args)
+{
+    if (args->stats->nan_ranks)
+        return NAN;
+    if (args->stats->inf_ranks)
+        return INFINITY;
+    return args->norm_factor * sqrt(optim_sum_value(args->stats->sum_squares));
+}
+
+/* What makes a gradient of norm `norm` one of at most max_norm; NaN for a NaN norm, as in torch. */
+static double clip_coefficient(double max_norm, double norm)
+{
+    double coefficient = max_norm / (norm + 1e-6);
+    return coefficient > 1 ? 1 : coefficient;
+}
+
+static uint64_t used_ranks(const device_stats *stats, size_t segment)
+{
+    return stats->used[segment / 4] >> (16 * (segment % 4)) & 0xffffu;
+}
+
+/* Not inlined: its arithmetic must stay between the calls that set the floating-point mode. */
+static __attribute__((noinline)) void decide_step(const device_step_args *args)
+{
+    const device_stats *stats = args->stats;
+    device_step step = {.norm = NAN};
+    if (args->want_norm || args->max_norm > 0)
+        step.norm = global_norm(args);
+    step.nonfinite = stats->inf_ranks > stats->nan_ranks ? stats->inf_ranks : stats->nan_ranks;
+    step.skipped = args->skip_nonfinite && step.nonfinite;
+    step.grad_factor = args->base_factor * args->clip_factor;
+    if (args->max_norm > 0)
+        step.grad_factor *= clip_coefficient(args->max_norm, step.norm);
+    *args->result = step;
+
+    for (size_t i = 0; i < args->segments; i++) {
+        device_segment *segment = &args->segment[i];
+        optim_segment_scalars *scalars = &args->scalars[i];
+        if (step.skipped || used_ranks(stats, i) == 0) {
+            memset(scalars, 0, sizeof *scalars);
+            continue;
+        }
+        segment->step++;
+        optim_scalars(args->rule, &args->options[segment->group], segment->step, step.grad_factor, scalars);
+        if (scalars->flags & OPTIM_MOMENTUM) {
+            if (!segment->has_momentum)
+                scalars->flags |= OPTIM_FIRST;
+            segment->has_momentum = 1;
+        }
+    }
+}
+
+static zc_status cpu_step_scalars(zc_device *device, zc_stream *stream, const device_step_args *args)
+{
+    (void)device;
+    (void)stream;
+    unsigned long mode = cpu_mode_enter();
+    decide_step(args);
+    cpu_mode_leave(mode);
+    return ZC_OK;
+}
+
+typedef struct update_job {
+    const cpu_kernels *kernels;
+    const device_update_args *args;
+    size_t origin; /* the shard element that element 0 of the job is */
+} update_job;
+
+static void *element(void *array, size_t at, size_t bytes)
+{
+    return array ? (char *)array + at * bytes : NULL;
+}
+
+static void update_range(const update_job *job, const optim_segment_scalars *scalars, size_t begin,
+                         size_t end)
+{
+    const device_update_args *args = job->args;
+    size_t param_bytes = zc_dtype_bytes(args->param_dtype);
+    size_t state_bytes = zc_dtype_bytes(zc_dtype_sum(args->param_dtype));
+    size_t master_bytes = zc_dtype_master_bytes(args->param_dtype);
+    job->kernels->update(args->rule, scalars, end - begin, args->param_dtype,
+                         element(args->param, begin, param_bytes), element(args->master, begin, master_bytes),
+                         (const char *)args->grad + begin * state_bytes, element(args->m, begin, state_bytes),
+                         element(args->v, begin, state_bytes), element(args->vmax, begin, state_bytes));
+}
+
+/* The first span that ends after element `at`. */
+static size_t find_span(const device_span *spans, size_t count, size_t at)
+{
+    size_t low = 0, high = count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (spans[middle].end > at)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+/* One kernel call for each run of adjacent active spans with the same scalars. */
+static void run_update(void *context, size_t begin, size_t end)
+{
+    const update_job *job = context;
+    const device_update_args *args = job->args;
+    begin += job->origin;
+    end += job->origin;
+    const optim_segment_scalars *scalars = NULL; /* of the run being collected; NULL: none */
+    size_t run_begin = 0, run_end = 0;
+    unsigned long mode = cpu_mode_enter();
+    for (size_t k = find_span(args->spans, args->span_count, begin);
+         k < args->span_count && args->spans[k].begin < end; k++) {
+        const device_span *span = &args->spans[k];
+        const optim_segment_scalars *own = &args->scalars[span->segment];
+        size_t from = span->begin < begin ? begin : span->begin, to = span->end > end ? end : span->end;
+        if (!own->active || from >= to)
+            continue;
+        if (scalars && run_end == from && (own == scalars || !memcmp(own, scalars, sizeof *own))) {
+            run_end = to;
+            continue;
+        }
+        if (scalars)
+            update_range(job, scalars, run_begin, run_end);
+        scalars = own;
+        run_begin = from;
+        run_end = to;
+    }
+    if (scalars)
+        update_range(job, scalars, run_begin, run_end);
+    cpu_mode_leave(mode);
+}
+
+static zc_status cpu_update(zc_device *device, zc_stream *stream, const device_update_args *args)
+{
+    (void)stream;
+    if (args->span_count == 0)
+        return ZC_OK;
+    update_job job = {of(device)->kernels, args, args->spans[0].begin};
+    size_t count = args->spans[args->span_count - 1].end - job.origin;
+    cpu_parallel(of(device)->threads, count, GRAIN_ELEMS, run_update, &job);
+    return ZC_OK;
+}
+
+/* ---- host and device are the same -------------------------------------------------- */
+
+static zc_status cpu_synchronize(zc_device *device, zc_stream *stream)
+{
+    (void)device;
+    (void)stream;
+    return ZC_OK;
+}
+
+static void cpu_destroy(zc_device *device)
+{
+    cpu_threads_destroy(of(device)->threads);
+    zc_free(device);
+}
+
+static const device_ops cpu_ops = {
+    .name = "cpu",
+    .alloc = cpu_alloc,
+    .free = cpu_free,
+    .copy = cpu_copy,
+    .pack = cpu_pack,
+    .zero = cpu_zero,
+    .accumulate = cpu_accumulate,
+    .sum_squares = cpu_sum_squares,
+    .fold_flags = cpu_fold_flags,
+    .scale = cpu_scale,
+    .step_scalars = cpu_step_scalars,
+    .update = cpu_update,
+    .upload = cpu_copy,
+    .download = cpu_copy,
+    .synchronize = cpu_synchronize,
+    .destroy = cpu_destroy,
+};
+
+zc_status cpu_device_create(int threads, zc_device **out)
+{
+    *out = NULL;
+    if (cpu_kernels_error())
+        return zc_fail(ZC_EINVAL, "%s", cpu_kernels_error());
+    cpu_threads *pool = NULL;
+    ZC_TRY(cpu_threads_create(threads ? threads : 1, &pool));
+    cpu_device *cpu = zc_calloc(1, sizeof *cpu);
+    if (!cpu) {
+        cpu_threads_destroy(pool);
+        return zc_fail(ZC_ENOMEM, "no memory for the CPU device");
+    }
+    cpu->device.ops = &cpu_ops;
+    cpu->kernels = cpu_kernels_get();
+    cpu->threads = pool;
+    *out = &cpu->device;
+    return ZC_OK;
+}

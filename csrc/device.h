@@ -1,0 +1,128 @@
+/*
+ * Memory and arithmetic of one device, as the engine sees it.
+ *
+ * Every operation takes a stream and may be deferred: it runs after what was
+ * enqueued on that stream before it, at the latest when the stream is
+ * synchronised.  Arguments passed by value or by a pointer to a struct of this
+ * header are read during the call; the memory they point to is device memory
+ * and must stay valid until the operation has run.  The CPU device runs
+ * everything at once and its streams are NULL; a test device defers as long as
+ * it may, so the engine is written for devices that do.
+ *
+ * Callers use the device_* wrappers, never the table.
+ */
+#ifndef DEVICE_H
+#define DEVICE_H
+
+#include "optim.h"
+#include "zc_dtype.h"
+#include "zc_status.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct zc_stream zc_stream; /* the device's own; NULL is its default stream */
+typedef struct zc_device zc_device;
+
+/* Gradient facts of one step on one rank; then, summed, of all ranks. Device memory. */
+typedef struct device_stats {
+    uint64_t sum_squares[OPTIM_SUM_WORDS];
+    uint64_t inf_ranks; /* ranks that saw an infinity */
+    uint64_t nan_ranks; /* ranks that saw a NaN */
+    uint64_t used[];    /* 16 bits per segment: on how many ranks it had a gradient */
+} device_stats;
+
+/* What a step decided. Device memory, written by step_scalars, read back by the host at leisure. */
+typedef struct device_step {
+    double norm;        /* of the averaged, unscaled gradient, before clipping; NaN when not asked for */
+    double grad_factor; /* what every gradient sum is multiplied with */
+    uint64_t skipped;   /* 1: nothing is updated */
+    uint64_t nonfinite; /* ranks that saw an infinity or NaN */
+} device_step;
+
+typedef struct device_segment {
+    uint32_t group;
+    uint32_t has_momentum; /* sgd: its buffer holds a value (becomes 1 at the first use with momentum) */
+    uint64_t step;         /* times it was updated */
+} device_segment;
+
+/* A run of elements of a shard that belong to one segment. */
+typedef struct device_span {
+    uint64_t begin, end; /* elements of the shard */
+    uint64_t segment;
+} device_span;
+
+typedef struct device_step_args {
+    optim_rule rule;
+    const optim_options *options; /* host memory, one per group; copied during the call */
+    size_t groups;
+    double base_factor;  /* 1/N and 1/loss scale */
+    double norm_factor;  /* the norm is norm_factor * sqrt(sum of squares) */
+    double max_norm;     /* > 0: clip to it */
+    double clip_factor;  /* from an earlier clip_grad_norm_: 1 if none */
+    int want_norm;
+    int skip_nonfinite;
+    size_t segments;
+    const device_stats *stats;
+    device_segment *segment;             /* [segments]; steps are counted here */
+    optim_segment_scalars *scalars;      /* [segments]; written */
+    device_step *result;                 /* written */
+} device_step_args;
+
+typedef struct device_update_args {
+    optim_rule rule;
+    zc_dtype param_dtype;
+    const device_span *spans; /* ascending, within one shard */
+    size_t span_count;
+    const optim_segment_scalars *scalars;
+    /* first element of the shard in each array; NULL where there is none */
+    void *param, *master, *m, *v, *vmax;
+    const void *grad; /* zc_dtype_sum(param_dtype) */
+} device_update_args;
+
+typedef struct device_ops {
+    const char *name;
+    /* Zero-filled; bytes 0 gives *out = NULL. */
+    zc_status (*alloc)(zc_device *device, size_t bytes, void **out);
+    /* Never blocks: the memory is given back after what has been enqueued so far. */
+    void (*free)(zc_device *device, void *memory, size_t bytes);
+    zc_status (*copy)(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes);
+    /* Copies strided `from` (element strides, `dims` dimensions) into contiguous `to`, row-major. */
+    zc_status (*pack)(zc_device *device, zc_stream *stream, void *to, const void *from, size_t elem_bytes,
+                      int dims, const int64_t *shape, const int64_t *strides);
+    zc_status (*zero)(zc_device *device, zc_stream *stream, void *to, size_t bytes);
+    /* to (sum type of dtype) = or += from (dtype). */
+    zc_status (*accumulate)(zc_device *device, zc_stream *stream, void *to, const void *from, size_t count,
+                            zc_dtype dtype, int add);
+    /* Adds the sum of squares of one shard into stats and ors its CPU_NONFINITE_* into *flags. fp32 or fp64. */
+    zc_status (*sum_squares)(zc_device *device, zc_stream *stream, device_stats *stats, uint32_t *flags,
+                             const void *grad, size_t count, zc_dtype dtype);
+    /* stats->inf_ranks and nan_ranks become 0 or 1 each, from *flags (CPU_NONFINITE_* of this rank's shards). */
+    zc_status (*fold_flags)(zc_device *device, zc_stream *stream, device_stats *stats, const uint32_t *flags);
+    /* to[i] = factor * from[i], fp32 or fp64; the factor is rounded to the type first. May be in place. */
+    zc_status (*scale)(zc_device *device, zc_stream *stream, void *to, const void *from, size_t count,
+                       zc_dtype dtype, double factor);
+    zc_status (*step_scalars)(zc_device *device, zc_stream *stream, const device_step_args *args);
+    zc_status (*update)(zc_device *device, zc_stream *stream, const device_update_args *args);
+    /* Host memory to device memory; the source is read during the call. */
+    zc_status (*upload)(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes);
+    /* Device memory to host memory; blocks until the stream has reached it. */
+    zc_status (*download)(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes);
+    zc_status (*synchronize)(zc_device *device, zc_stream *stream);
+    void (*destroy)(zc_device *device);
+} device_ops;
+
+struct zc_device {
+    const device_ops *ops;
+};
+
+#define DEVICE_CALL(device, op, ...) ((device)->ops->op((device), __VA_ARGS__))
+
+/*
+ * A CPU device: kernels for this machine's instruction set, a pool of `threads`
+ * threads, the caller included (0: 1; how many cores a rank may use is known to
+ * the caller).  ZC_EINVAL if ZERO_C_ISA names a set that cannot be used.
+ */
+zc_status cpu_device_create(int threads, zc_device **out);
+
+#endif

@@ -1,0 +1,262 @@
+/*
+ * The engine's own data: what the files engine.c, bucket.c, engine_round.c,
+ * engine_step.c and engine_state.c share.  Its public face is zero_c.h.
+ *
+ * The engine knows ranks, buckets and tickets, and neither a backend nor an
+ * operating system: memory and arithmetic come from a zc_device, messages from
+ * a zc_comm, and everything it enqueues goes to one stream, in an order that is
+ * right even if the device and the communicator put all work off.
+ *
+ *   register -> plan -> accumulate -> reduce -> update -> gather
+ *   engine.c            bucket.c, engine_round.c   engine_step.c
+ *
+ * Parameters of one dtype that were added together form a space (partition.h).
+ * What a space keeps, by stage (N ranks, elements of the space):
+ *
+ *              stage 0            stage 1               stage 2
+ *   param      all                all                   all
+ *   window     ring of slots      a slot per bucket     ring of slots
+ *   sums       all (region)       in the spent slots    1/N
+ *   state      all                1/N                   1/N
+ *
+ * `sums` are the reduced gradients, in fp32 (fp64).  In stage 1 a bucket's sum
+ * overwrites its spent window: in place for fp32 and fp64, at the window's
+ * start for 16-bit types once all peers have read it (4/N <= 2 bytes for
+ * N >= 2; at N = 1 the 16-bit gradient itself is kept, and is the exact sum).
+ * A second backward before the step needs the windows again: the sums then
+ * move to an accumulator, 4/N bytes more.
+ */
+#ifndef ENGINE_H
+#define ENGINE_H
+
+#include "comm.h"
+#include "device.h"
+#include "partition.h"
+#include "zero_c.h"
+
+#define ENGINE_PATIENCE_NS 1000000000ull /* most that a round waits for room before it holds gradients back */
+#define ENGINE_SCRATCH_SLOTS 4u            /* 16-bit stage 1: reductions in flight */
+
+enum { CONTROL_TAG_MEET, CONTROL_TAG_STATS, CONTROL_TAGS };
+
+/* Tags of bucket b on its space's channel. */
+#define SPACE_TAG_REDUCE(b) ((uint32_t)(2 * (b)))
+#define SPACE_TAG_GATHER(b) ((uint32_t)(2 * (b) + 1))
+
+typedef enum bucket_state {
+    BUCKET_OPEN,   /* some gradients of this round are still missing */
+    BUCKET_READY,  /* all are there; waits for its turn to be posted */
+    BUCKET_POSTED, /* its reduction is under way */
+    BUCKET_DONE    /* reduced, and no peer reads it any more */
+} bucket_state;
+
+typedef struct engine_bucket {
+    bucket_state state;
+    uint32_t parts;     /* parameters with elements in it */
+    uint32_t missing;   /* of these, not yet copied in this round */
+    uint32_t first_part;/* index into the space's `order` of the first of them */
+    int has_data;       /* some gradient was copied; otherwise it counts as zeros */
+    comm_ticket ticket;
+} engine_bucket;
+
+typedef struct engine_param {
+    char *name;
+    size_t elems;
+    zc_dtype dtype;
+    uint32_t group;
+    size_t space;
+    size_t offset;        /* first element in the space */
+    size_t extent;        /* end of its padded extent in the space */
+    int arrived;          /* had a gradient in the open round */
+    int used;             /* had one since the last step, on this rank */
+    const void *grad;     /* held back, until `next_bucket` has passed its last one */
+    size_t next_bucket;
+    void *owner;
+    int own_copy;         /* `grad` is a copy the engine made, to be freed by it */
+} engine_param;
+
+typedef struct engine_space {
+    zc_dtype dtype, sum_dtype;
+    size_t elem_bytes, sum_bytes;
+    partition plan;
+    comm_channel *channel;
+    comm_region *param, *window;
+    size_t slots, slot_bytes;
+    size_t grown_bytes;       /* of `param`, while it is loaded */
+
+    comm_region *full_sums;   /* stage 0 */
+    void *sums;               /* stage 2: the shards' sums; stage 1: only from the second backward on */
+    void *scratch;            /* 16-bit stage 1: a ring of shards */
+    void *m, *v, *vmax, *master;
+    size_t scratch_slots;
+
+    engine_bucket *buckets;
+    size_t low;               /* all buckets before it are DONE in this round */
+    size_t next_post;         /* with scratch: the next to be posted */
+    size_t in_flight;         /* buckets POSTED */
+    size_t held;              /* parameters held back */
+
+    size_t *order;            /* engine indices of its non-empty parameters, by offset */
+    size_t order_count;
+    device_span *spans;       /* device memory: per bucket and piece, relative to the piece */
+    size_t *span_first;       /* [buckets * pieces + 1] */
+} engine_space;
+
+typedef struct engine_turn {
+    uint32_t space, bucket;
+} engine_turn;
+
+struct zc_engine {
+    zc_comm *comm;
+    zc_device *device;
+    zc_stream *stream;
+    zc_engine_config config;
+    size_t rank, ranks;
+    comm_channel *control;
+
+    engine_param *params;
+    size_t param_count;
+    engine_space *spaces;
+    size_t space_count;
+    engine_turn *sequence;    /* all buckets, in the order in which a backward completes them */
+    size_t turns;
+    size_t next_turn;         /* where the communicator wants an order: the next to be posted */
+    size_t group_count;
+    int state_flags;          /* ENGINE_HAS_*: arrays that exist */
+
+    device_segment *segments; /* device memory, one per parameter */
+    size_t segment_count;     /* entries of segments and scalars */
+    optim_segment_scalars *scalars;
+    comm_region *stats;       /* this rank's; */
+    device_stats *stats_sum;  /* all ranks' */
+    size_t stats_words;
+    device_step *result;
+    uint32_t *flags;          /* device memory: CPU_NONFINITE_* of this rank's sums */
+    void *slice_scratch;      /* shared parameters at stage 0: one slice */
+    size_t slice_scratch_bytes;
+
+    int round_open, round_aborted;
+    uint64_t round_count;     /* rounds closed since creation */
+    uint64_t rounds;          /* of them, summed since the last step */
+    uint64_t discards;        /* calls of discard, to be compared */
+    int waited_out;           /* this round has waited for room in vain */
+    uint64_t patience_ns;     /* how long the next wait may be */
+    double clip_factor;
+    uint64_t held_bytes;
+    void **released;          /* owners to hand back */
+    size_t released_count, released_room;
+
+    zc_memory memory;
+    zc_traffic traffic;
+    zc_step_result last;
+};
+
+#define ENGINE_HAS_MOMENTUM 1
+#define ENGINE_HAS_AMSGRAD 2
+
+/* How many separately updated pieces a bucket has: its slices at stage 0, otherwise this rank's slice. */
+static inline size_t engine_pieces(const zc_engine *engine)
+{
+    return engine->config.stage == 0 ? engine->ranks : 1;
+}
+
+/* The elements of the space that piece k of bucket b covers, and where its state begins. */
+static inline partition_range engine_piece(const zc_engine *engine, const engine_space *space, size_t bucket,
+                                           size_t piece, size_t *state_begin)
+{
+    if (engine->config.stage == 0) {
+        partition_range slice = partition_slice(&space->plan, bucket, piece);
+        *state_begin = slice.begin;
+        return slice;
+    }
+    *state_begin = partition_shard_offset(&space->plan, bucket);
+    return partition_slice(&space->plan, bucket, engine->rank);
+}
+
+static inline void *engine_at(void *array, size_t elem, size_t elem_bytes)
+{
+    return array ? (char *)array + elem * elem_bytes : NULL;
+}
+
+/* Device memory, zero-filled, counted in *account. */
+zc_status engine_alloc(zc_engine *engine, size_t bytes, uint64_t *account, void *out);
+
+/* Arrays that the options of `groups` need and that do not exist yet. */
+zc_status engine_ensure_state(zc_engine *engine, const zc_options *groups);
+
+/* "parameter 3 (encoder.weight)", in a buffer of the thread. */
+const char *engine_param_name(const zc_engine *engine, size_t index);
+
+/* ---- bucket.c: one round's data path ---------------------------------- */
+
+void bucket_begin_round(zc_engine *engine);
+
+/* Copies what fits of a parameter's gradient; posts buckets that became complete. */
+zc_status bucket_deliver(zc_engine *engine, engine_param *param, int may_wait);
+
+/* Takes note of reductions that are done, and uses the room for held gradients. */
+zc_status bucket_progress(zc_engine *engine, engine_space *space);
+
+/*
+ * Completes and posts every bucket, zeros for gradients that did not come, and
+ * waits until all are done.  Blocks on peers: all ranks must be in it.
+ * With masks only buckets with masks[space][b] != 0 take part, and `late` (by
+ * parameter, NULL where there is none) replaces the round's gradients.
+ */
+zc_status bucket_flush(zc_engine *engine, unsigned char *const *masks, const void *const *late);
+
+/* Stage 1: sums leave the windows for the accumulator, before the windows are used again. */
+zc_status bucket_vacate(zc_engine *engine, engine_space *space);
+
+/* The sums of one piece, in the sum type; converted into scratch where only a 16-bit form is kept. */
+zc_status bucket_sums(zc_engine *engine, engine_space *space, size_t bucket, size_t piece, const void **out);
+
+/* ---- engine_round.c ---------------------------------------------------- */
+
+typedef enum meet_kind {
+    MEET_END_ROUND = 1, MEET_ABORT = 2, MEET_STEP = 3, MEET_CLIP = 4, MEET_READ = 5, MEET_SYNC = 6, MEET_ADD = 7
+} meet_kind;
+
+/*
+ * All ranks come together for one operation; `detail` must agree.  A rank that
+ * meets others at the end of a round it did not start joins it with zeros and
+ * comes again.
+ */
+zc_status round_meet(zc_engine *engine, meet_kind kind, uint64_t detail, const char *what);
+
+/* Opens a round: nothing has arrived. */
+zc_status round_begin(zc_engine *engine);
+
+/* Closes an aborted round, if there is one; every collective call begins with it. */
+zc_status round_settle(zc_engine *engine);
+
+/* Forgets all sums. */
+void round_forget(zc_engine *engine);
+
+/* 64-bit FNV-1a, chained. */
+uint64_t engine_hash(uint64_t hash, const void *data, size_t bytes);
+#define ENGINE_HASH_START 0xcbf29ce484222325ull
+
+uint64_t engine_hash_options(uint64_t hash, const zc_options *groups, size_t group_count);
+
+/* ---- engine_compare.c, engine_plan.c ----------------------------------- */
+
+zc_status engine_check_config(const zc_engine_config *config);
+zc_status engine_check_params(const zc_param *params, size_t count, size_t group_count);
+/* Collective. ZC_EMISMATCH names the first difference. */
+zc_status engine_compare(zc_engine *engine, const zc_param *params, size_t count, const zc_options *groups,
+                         size_t group_count);
+
+zc_status plan_layout(zc_engine *engine, engine_space *space, size_t first_param, size_t count);
+zc_status plan_buckets(engine_space *space, const engine_param *params);
+zc_status plan_spans(zc_engine *engine, engine_space *space);
+/* After all spaces are planned. */
+zc_status plan_sequence(zc_engine *engine);
+
+/* ---- engine.c ---------------------------------------------------------- */
+
+zc_status engine_create(zc_comm *comm, zc_device *device, zc_stream *stream, const zc_engine_config *config,
+                        const zc_param *params, size_t count, const zc_options *groups, size_t group_count,
+                        zc_engine **out);
+
+#endif

@@ -1,0 +1,248 @@
+/*
+ * Looking at, and replacing, what the engine keeps: gradients, moments, masters,
+ * step counts.  A rank has the slices it owns; a whole array is put together by
+ * an integer all-reduce in which every other rank contributes zeros, so it has
+ * the owner's bits exactly.
+ */
+#include "engine.h"
+
+/* This rank's part of a parameter: [begin, end) of the space, and where it starts in shard space. */
+static partition_range owned_part(const zc_engine *engine, const engine_param *param, const engine_space *space,
+                                  size_t *shard_begin)
+{
+    size_t end = param->offset + param->elems;
+    if (engine->config.stage == 0) {
+        *shard_begin = param->offset;
+        return (partition_range){param->offset, end};
+    }
+    size_t first = 0;
+    partition_range shard = partition_owned(&space->plan, engine->rank, param->offset, end, &first);
+    *shard_begin = shard.begin;
+    return (partition_range){first, first + (shard.end - shard.begin)};
+}
+
+static void *role_array(const engine_space *space, zc_role role)
+{
+    switch (role) {
+    case ZC_ROLE_EXP_AVG:
+        return space->m;
+    case ZC_ROLE_EXP_AVG_SQ:
+        return space->v;
+    case ZC_ROLE_MAX_EXP_AVG_SQ:
+        return space->vmax;
+    case ZC_ROLE_MASTER:
+        return space->dtype == ZC_FLOAT16 ? space->master : NULL;
+    default:
+        return NULL;
+    }
+}
+
+static zc_status check_index(const zc_engine *engine, size_t index, zc_role role)
+{
+    if (index >= engine->param_count)
+        return zc_fail(ZC_EINVAL, "parameter %zu of %zu", index, engine->param_count);
+    if ((unsigned)role > ZC_ROLE_MASTER)
+        return zc_fail(ZC_EINVAL, "role %d; legal are 0 to %d", (int)role, ZC_ROLE_MASTER);
+    return ZC_OK;
+}
+
+zc_status zc_engine_state(zc_engine *engine, size_t index, zc_role role, void **memory, size_t *begin, size_t *end)
+{
+    *memory = NULL;
+    *begin = *end = 0;
+    ZC_TRY(check_index(engine, index, role));
+    const engine_param *param = &engine->params[index];
+    const engine_space *space = &engine->spaces[param->space];
+    void *array = role_array(space, role);
+    size_t shard_begin;
+    if (!param->elems)
+        return ZC_OK;
+    partition_range part = owned_part(engine, param, space, &shard_begin);
+    *begin = part.begin - param->offset;
+    *end = part.end - param->offset;
+    if (*begin >= *end)
+        *begin = *end = 0;
+    else
+        *memory = engine_at(array, shard_begin, space->sum_bytes);
+    return ZC_OK;
+}
+
+/* ---- whole arrays --------------------------------------------------------------- */
+
+/* Reads elements [begin, end) of the space, all within this rank's slice of bucket b, to host memory. */
+static zc_status read_run(zc_engine *engine, engine_space *space, size_t b, size_t begin, size_t end, zc_role role,
+                          char *to)
+{
+    const device_ops *ops = engine->device->ops;
+    partition_range own = partition_slice(&space->plan, b, engine->rank);
+    size_t count = end - begin, bytes = count * space->sum_bytes;
+    size_t state = engine->config.stage == 0 ? begin
+                                             : partition_shard_offset(&space->plan, b) + (begin - own.begin);
+    if (role == ZC_ROLE_GRAD) {
+        const void *sums;
+        ZC_TRY(bucket_sums(engine, space, b, engine->config.stage == 0 ? engine->rank : 0, &sums));
+        return ops->download(engine->device, engine->stream, to,
+                             (const char *)sums + (begin - own.begin) * space->sum_bytes, bytes);
+    }
+    if (role != ZC_ROLE_MASTER || space->dtype == ZC_FLOAT16) {
+        void *array = role_array(space, role);
+        if (!array)
+            return ZC_OK; /* never used: zeros */
+        return ops->download(engine->device, engine->stream, to, engine_at(array, state, space->sum_bytes), bytes);
+    }
+    const char *param = (const char *)space->param->base + begin * space->elem_bytes;
+    if (space->dtype != ZC_BFLOAT16)
+        return ops->download(engine->device, engine->stream, to, param, bytes);
+    uint16_t half[256];
+    int16_t rest[256];
+    for (size_t k = 0; k < count; k += 256) {
+        size_t n = count - k < 256 ? count - k : 256;
+        ZC_TRY(ops->download(engine->device, engine->stream, half, param + 2 * k, 2 * n));
+        ZC_TRY(ops->download(engine->device, engine->stream, rest, engine_at(space->master, state + k, 2), 2 * n));
+        for (size_t j = 0; j < n; j++) {
+            float value = zc_master_join(half[j], rest[j]);
+            memcpy(to + 4 * (k + j), &value, sizeof value);
+        }
+    }
+    return ZC_OK;
+}
+
+zc_status zc_engine_read(zc_engine *engine, size_t index, zc_role role, double scale, void *to)
+{
+    ZC_TRY(check_index(engine, index, role));
+    uint64_t key[2] = {index, (uint64_t)role};
+    ZC_TRY(round_meet(engine, MEET_READ, engine_hash(ENGINE_HASH_START, key, sizeof key), "reading state"));
+    engine_param *param = &engine->params[index];
+    engine_space *space = &engine->spaces[param->space];
+    if (!param->elems)
+        return ZC_OK;
+    memset(to, 0, param->elems * space->sum_bytes);
+    if (role == ZC_ROLE_GRAD && engine->rounds == 0)
+        return ZC_OK;
+    size_t end = param->offset + param->elems, last = partition_bucket_of(&space->plan, end - 1);
+    for (size_t b = partition_bucket_of(&space->plan, param->offset); b <= last; b++) {
+        partition_range own = partition_slice(&space->plan, b, engine->rank);
+        size_t from = param->offset > own.begin ? param->offset : own.begin;
+        size_t stop = end < own.end ? end : own.end;
+        if (from < stop)
+            ZC_TRY(read_run(engine, space, b, from, stop, role, (char *)to + (from - param->offset) * space->sum_bytes));
+    }
+    ZC_TRY(comm_array_all_reduce(engine->comm, to, param->elems, space->sum_bytes == 8 ? ZC_INT64 : ZC_INT32,
+                                 COMM_SUM));
+    if (role != ZC_ROLE_GRAD || scale == 1.0)
+        return ZC_OK;
+    for (size_t k = 0; k < param->elems; k++) {
+        if (space->sum_dtype == ZC_FLOAT64)
+            ((double *)to)[k] *= scale;
+        else
+            ((float *)to)[k] *= (float)scale;
+    }
+    return ZC_OK;
+}
+
+zc_status zc_engine_write(zc_engine *engine, size_t index, zc_role role, const void *from)
+{
+    const device_ops *ops = engine->device->ops;
+    ZC_TRY(check_index(engine, index, role));
+    if (role == ZC_ROLE_GRAD)
+        return zc_fail(ZC_EINVAL, "gradients cannot be written; add them with a backward");
+    engine_param *param = &engine->params[index];
+    engine_space *space = &engine->spaces[param->space];
+    size_t shard_begin;
+    if (!param->elems)
+        return ZC_OK;
+    partition_range part = owned_part(engine, param, space, &shard_begin);
+    size_t count = part.end > part.begin ? part.end - part.begin : 0;
+    const char *source = (const char *)from + (part.begin - param->offset) * space->sum_bytes;
+    if (!count)
+        return ZC_OK;
+    if (role != ZC_ROLE_MASTER) {
+        void *array = role_array(space, role);
+        if (!array)
+            return zc_fail(ZC_ESTATE, "%s keeps no array for role %d with these options; set the option (momentum, "
+                           "amsgrad) before loading", engine_param_name(engine, index), (int)role);
+        return ops->upload(engine->device, engine->stream, engine_at(array, shard_begin, space->sum_bytes), source,
+                           count * space->sum_bytes);
+    }
+    if (space->dtype == ZC_FLOAT16)
+        return ops->upload(engine->device, engine->stream, engine_at(space->master, shard_begin, 4), source,
+                           count * 4);
+    if (space->dtype != ZC_BFLOAT16)
+        return zc_fail(ZC_EINVAL, "%s is %s and has no master; write the parameter itself",
+                       engine_param_name(engine, index), zc_dtype_name(space->dtype));
+    for (size_t k = 0; k < count; k += 256) {
+        uint16_t half;
+        int16_t rest[256];
+        size_t n = count - k < 256 ? count - k : 256;
+        for (size_t j = 0; j < n; j++) {
+            float value;
+            memcpy(&value, source + 4 * (k + j), sizeof value);
+            zc_master_split(value, &half, &rest[j]);
+        }
+        ZC_TRY(ops->upload(engine->device, engine->stream, engine_at(space->master, shard_begin + k, 2), rest, 2 * n));
+    }
+    return ZC_OK;
+}
+
+zc_status zc_engine_refresh(zc_engine *engine, size_t index)
+{
+    const device_ops *ops = engine->device->ops;
+    if (index != SIZE_MAX && index >= engine->param_count)
+        return zc_fail(ZC_EINVAL, "parameter %zu of %zu", index, engine->param_count);
+    for (size_t i = index == SIZE_MAX ? 0 : index; i < engine->param_count && (index == SIZE_MAX || i == index); i++) {
+        engine_param *param = &engine->params[i];
+        engine_space *space = &engine->spaces[param->space];
+        size_t last, master = zc_dtype_master_bytes(space->dtype);
+        if (!param->elems || !master)
+            continue;
+        last = partition_bucket_of(&space->plan, param->extent - 1);
+        for (size_t b = partition_bucket_of(&space->plan, param->offset); b <= last; b++)
+            for (size_t piece = 0; piece < engine_pieces(engine); piece++) {
+                size_t state;
+                partition_range own = engine_piece(engine, space, b, piece, &state);
+                size_t from = param->offset > own.begin ? param->offset : own.begin;
+                size_t stop = param->extent < own.end ? param->extent : own.end;
+                if (from >= stop)
+                    continue;
+                char *to = engine_at(space->master, state + (from - own.begin), master);
+                if (space->dtype == ZC_BFLOAT16)
+                    ZC_TRY(ops->zero(engine->device, engine->stream, to, (stop - from) * master));
+                else
+                    ZC_TRY(ops->accumulate(engine->device, engine->stream, to,
+                                           (char *)space->param->base + from * space->elem_bytes, stop - from,
+                                           space->dtype, 0));
+            }
+    }
+    return ZC_OK;
+}
+
+/* ---- step counts --------------------------------------------------------------------- */
+
+static device_segment read_segment(const zc_engine *engine, size_t index)
+{
+    device_segment segment = {0, 0, 0};
+    if (index < engine->segment_count)
+        engine->device->ops->download(engine->device, engine->stream, &segment, &engine->segments[index],
+                                      sizeof segment);
+    return segment;
+}
+
+uint64_t zc_engine_step_count(const zc_engine *engine, size_t index)
+{
+    return read_segment(engine, index).step;
+}
+
+int zc_engine_has_momentum(const zc_engine *engine, size_t index)
+{
+    return read_segment(engine, index).has_momentum != 0;
+}
+
+zc_status zc_engine_set_step_count(zc_engine *engine, size_t index, uint64_t steps, int has_momentum)
+{
+    ZC_TRY(check_index(engine, index, ZC_ROLE_GRAD));
+    device_segment segment = read_segment(engine, index);
+    segment.step = steps;
+    segment.has_momentum = has_momentum != 0;
+    return engine->device->ops->upload(engine->device, engine->stream, &engine->segments[index], &segment,
+                                       sizeof segment);
+}

@@ -1,0 +1,547 @@
+/*
+ * The Communicator object: collectives on the arrays of other libraries.
+ *
+ * Core calls run without the GIL.  While one waits it calls back at least every
+ * 100 ms; on the main thread that is where Ctrl-C and other signal handlers run.
+ * A handler that raises ends the wait, and its exception comes out of the call.
+ */
+#include "py_comm.h"
+
+#include <structmember.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+typedef struct py_comm {
+    PyObject_HEAD
+    zc_comm *comm;      /* NULL: not opened, or closed and unused */
+    size_t local_rank;
+    int closed;         /* close() was called */
+    long users;         /* calls inside it and engines on it; guarded by the GIL */
+    PyObject *weak_references;
+} py_comm;
+
+/* This thread runs signal handlers inside a wait of the core. */
+static _Thread_local int inside_handler;
+
+static int interrupted(void *context)
+{
+    int result = 0;
+
+    (void)context;
+    if (syscall(SYS_gettid) != getpid())
+        return 0; /* Python runs handlers on the main thread only; do not fight for the GIL elsewhere */
+    PyGILState_STATE gil = PyGILState_Ensure();
+    inside_handler = 1;
+    result = PyErr_CheckSignals();
+    inside_handler = 0;
+    PyGILState_Release(gil);
+    return result;
+}
+
+/* ---- life ---------------------------------------------------------------- */
+
+int py_comm_check_handler(py_state *state)
+{
+    if (!inside_handler)
+        return 0;
+    PyErr_SetString(state->error, "called from a signal handler while this thread waits for other ranks; set a flag "
+                                  "there and act on it after the call");
+    return -1;
+}
+
+int py_comm_check_open(PyObject *object)
+{
+    py_comm *self = (py_comm *)object;
+
+    if (self->comm && !self->closed)
+        return 0;
+    PyErr_SetString(py_state_of(object)->error, "the communicator is closed; make a new one with zero_c.init()");
+    return -1;
+}
+
+zc_comm *py_comm_enter(PyObject *object)
+{
+    py_comm *self = (py_comm *)object;
+
+    if (py_comm_check_handler(py_state_of(object)) || py_comm_check_open(object))
+        return NULL;
+    self->users++;
+    return self->comm;
+}
+
+static void close_if_unused(py_comm *self)
+{
+    if (self->closed && !self->users) {
+        zc_comm_close(self->comm);
+        self->comm = NULL;
+    }
+}
+
+void py_comm_leave(PyObject *object)
+{
+    ((py_comm *)object)->users--;
+    close_if_unused((py_comm *)object);
+}
+
+static PyObject *wrap(PyTypeObject *type, zc_comm *comm, size_t local_rank)
+{
+    py_comm *self = (py_comm *)type->tp_alloc(type, 0);
+
+    if (!self) {
+        zc_comm_close(comm);
+        return NULL;
+    }
+    self->comm = comm;
+    self->local_rank = local_rank;
+    return (PyObject *)self;
+}
+
+static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"rank", "world_size", "job", "token", "local_rank", "start_timeout", "timeout", NULL};
+    zc_comm_config config = {.start_timeout_s = 60, .timeout_s = 1800, .interrupted = interrupted};
+    Py_ssize_t rank, ranks, local_rank = -1;
+    zc_comm *comm = NULL;
+    zc_status status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "nns|zndd:Communicator", names, &rank, &ranks, &config.job,
+                                     &config.token, &local_rank, &config.start_timeout_s, &config.timeout_s))
+        return NULL;
+    if (ranks < 1 || rank < 0 || rank >= ranks) {
+        PyErr_Format(PyExc_ValueError, "rank is %zd of world_size %zd; legal are world_size >= 1 and 0 <= rank < world_size",
+                     rank, ranks);
+        return NULL;
+    }
+    py_state *state = PyType_GetModuleState(type);
+    if (py_comm_check_handler(state))
+        return NULL;
+    config.rank = (size_t)rank;
+    config.ranks = (size_t)ranks;
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_comm_open(&config, &comm);
+    Py_END_ALLOW_THREADS
+    if (status != ZC_OK)
+        return py_raise(state, status);
+    return wrap(type, comm, local_rank < 0 ? (size_t)rank : (size_t)local_rank);
+}
+
+PyDoc_STRVAR(local_doc, "local(ranks, timeout=1800.0)\n--\n\n"
+                        "Communicators of `ranks` ranks that are threads of this process, one for each thread.");
+
+static PyObject *comm_local(PyObject *type, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"ranks", "timeout", NULL};
+    Py_ssize_t ranks;
+    double timeout_s = 1800;
+
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "n|d:local", names, &ranks, &timeout_s))
+        return NULL;
+    if (ranks < 1 || ranks > 4096) {
+        PyErr_Format(PyExc_ValueError, "ranks is %zd; legal are 1 to 4096", ranks);
+        return NULL;
+    }
+    zc_comm **comms = PyMem_Calloc((size_t)ranks, sizeof *comms);
+    if (!comms)
+        return PyErr_NoMemory();
+    zc_status status = zc_comm_open_local((size_t)ranks, timeout_s, comms);
+    PyObject *list = status == ZC_OK ? PyList_New(ranks) : py_raise(PyType_GetModuleState((PyTypeObject *)type), status);
+    for (Py_ssize_t rank = 0; status == ZC_OK && rank < ranks; rank++) {
+        PyObject *comm = list ? wrap((PyTypeObject *)type, comms[rank], (size_t)rank) : NULL;
+        if (comm)
+            PyList_SET_ITEM(list, rank, comm);
+        else if (list)
+            Py_CLEAR(list); /* wrap() closed this one */
+        else
+            zc_comm_close(comms[rank]);
+    }
+    PyMem_Free(comms);
+    return list;
+}
+
+static void comm_dealloc(py_comm *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+
+    if (self->weak_references)
+        PyObject_ClearWeakRefs((PyObject *)self);
+    zc_comm_close(self->comm);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+PyDoc_STRVAR(close_doc, "close()\n--\n\nLeaves the group; ranks that wait for this one get PeerLost. Again: nothing. "
+                        "Memory of optimizers on it stays valid as long as they live.");
+
+static PyObject *comm_close_method(py_comm *self, PyObject *unused)
+{
+    (void)unused;
+    self->closed = 1;
+    close_if_unused(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *comm_enter(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    return py_comm_check_open(self) ? NULL : Py_NewRef(self);
+}
+
+static PyObject *comm_exit(py_comm *self, PyObject *args)
+{
+    (void)args;
+    return comm_close_method(self, NULL);
+}
+
+/* ---- collectives --------------------------------------------------------- */
+
+#define OP_MEAN -1
+
+/* The operation of a name: 0, or -1 with an exception. OP_MEAN is done here, as a sum and a division. */
+static int parse_op(const char *name, zc_dtype dtype, int *op)
+{
+    static const struct {
+        const char *name;
+        int op;
+    } ops[] = {{"sum", ZC_SUM}, {"mean", OP_MEAN}, {"max", ZC_MAX}, {"min", ZC_MIN}, {"prod", ZC_PROD}};
+
+    for (size_t i = 0; i < sizeof ops / sizeof *ops; i++) {
+        if (strcmp(ops[i].name, name) != 0)
+            continue;
+        *op = ops[i].op;
+        if (*op == OP_MEAN && dtype >= ZC_INT32) {
+            PyErr_Format(PyExc_TypeError, "op='mean' of %s would round; convert to floating point, or use op='sum' and "
+                                          "divide", zc_dtype_name(dtype));
+            return -1;
+        }
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "op is '%s'; legal are 'sum', 'mean', 'max', 'min', 'prod'", name);
+    return -1;
+}
+
+static void divide(void *array, size_t count, zc_dtype dtype, size_t ranks)
+{
+    float *f = array, divisor = (float)ranks;
+    double *d = array;
+    uint16_t *h = array;
+
+    for (size_t i = 0; i < count; i++) {
+        switch (dtype) {
+        case ZC_FLOAT32: f[i] /= divisor; break;
+        case ZC_FLOAT64: d[i] /= (double)ranks; break;
+        case ZC_BFLOAT16: h[i] = zc_float_to_bf16(zc_bf16_to_float(h[i]) / divisor); break;
+        case ZC_FLOAT16: h[i] = zc_float_to_fp16(zc_fp16_to_float(h[i]) / divisor); break;
+        default: return;
+        }
+    }
+}
+
+/* Ends a call that entered: None, or the exception. */
+static PyObject *finish(PyObject *self, zc_status status, PyObject *result)
+{
+    py_comm_leave(self);
+    if (status != ZC_OK) {
+        Py_XDECREF(result);
+        return py_raise(py_state_of(self), status);
+    }
+    return result;
+}
+
+PyDoc_STRVAR(all_reduce_doc,
+             "all_reduce(array, op='sum')\n--\n\nReduces `array` (NumPy, or with __dlpack__; on the CPU, writable, "
+             "contiguous) over all ranks, in place, and returns it. op: 'sum', 'mean', 'max', 'min', 'prod'.");
+
+static PyObject *comm_all_reduce(PyObject *self, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"array", "op", NULL};
+    PyObject *source;
+    const char *op_name = "sum";
+    py_array array;
+    zc_status status;
+    zc_comm *comm;
+    int op;
+
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O|s:all_reduce", names, &source, &op_name))
+        return NULL;
+    if (py_array_from(source, PY_DTYPE_ANY, PY_WRITE, "array of all_reduce", &array))
+        return NULL;
+    if (parse_op(op_name, array.dtype, &op) || !(comm = py_comm_enter(self))) {
+        py_array_release(&array);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_comm_all_reduce(comm, array.data, array.elems, array.dtype, op == OP_MEAN ? ZC_SUM : (zc_op)op);
+    if (status == ZC_OK && op == OP_MEAN)
+        divide(array.data, array.elems, array.dtype, zc_comm_ranks(comm));
+    Py_END_ALLOW_THREADS
+    py_array_release(&array);
+    return finish(self, status, Py_NewRef(source));
+}
+
+PyDoc_STRVAR(broadcast_doc, "broadcast(array, root=0)\n--\n\nMakes `array` on every rank equal to that of `root`, in place, "
+                            "and returns it.");
+
+static PyObject *comm_broadcast(PyObject *self, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"array", "root", NULL};
+    Py_ssize_t root = 0;
+    PyObject *source;
+    py_array array;
+    zc_status status;
+    zc_comm *comm;
+
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O|n:broadcast", names, &source, &root))
+        return NULL;
+    if (py_array_from(source, PY_DTYPE_ANY, PY_WRITE, "array of broadcast", &array))
+        return NULL;
+    comm = py_comm_enter(self);
+    if (comm && (root < 0 || (size_t)root >= zc_comm_ranks(comm))) {
+        PyErr_Format(PyExc_ValueError, "root is %zd; legal are 0 to %zu", root, zc_comm_ranks(comm) - 1);
+        py_comm_leave(self);
+        comm = NULL;
+    }
+    if (!comm) {
+        py_array_release(&array);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_comm_broadcast(comm, array.data, array.elems * zc_dtype_bytes(array.dtype), (size_t)root);
+    Py_END_ALLOW_THREADS
+    py_array_release(&array);
+    return finish(self, status, Py_NewRef(source));
+}
+
+/* array.reshape((first,) + array's own shape[skip:]), of a new reference that is consumed. */
+static PyObject *reshape(PyObject *result, Py_ssize_t first, const py_array *like, Py_ssize_t skip)
+{
+    PyObject *shape = NULL, *tail = NULL, *head = NULL, *whole = NULL, *reshaped = NULL;
+
+    if (!result)
+        return NULL;
+    shape = PyObject_GetAttrString(like->array, "shape");
+    if (shape && (tail = PySequence_GetSlice(shape, skip, PyTuple_GET_SIZE(shape)))
+        && (head = Py_BuildValue("(n)", first)) && (whole = PySequence_Concat(head, tail)))
+        reshaped = PyObject_CallMethod(result, "reshape", "(O)", whole);
+    Py_XDECREF(whole);
+    Py_XDECREF(head);
+    Py_XDECREF(tail);
+    Py_XDECREF(shape);
+    Py_DECREF(result);
+    return reshaped;
+}
+
+PyDoc_STRVAR(all_gather_doc, "all_gather(array)\n--\n\nA new array of shape (world_size, *array.shape): every rank's `array`, "
+                             "in rank order. (bfloat16: its bits, as uint16.)");
+
+static PyObject *comm_all_gather(PyObject *self, PyObject *source)
+{
+    PyObject *result = NULL;
+    void *to = NULL;
+    py_array array;
+    zc_status status;
+    zc_comm *comm;
+
+    if (py_array_from(source, PY_DTYPE_ANY, PY_READ, "array of all_gather", &array))
+        return NULL;
+    if (!(comm = py_comm_enter(self)))
+        goto done;
+    size_t ranks = zc_comm_ranks(comm);
+    if (!(result = py_array_new(ranks * array.elems, array.dtype, &to))) {
+        py_comm_leave(self);
+        goto done;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_comm_all_gather(comm, array.data, to, array.elems * zc_dtype_bytes(array.dtype));
+    Py_END_ALLOW_THREADS
+    result = reshape(finish(self, status, result), (Py_ssize_t)ranks, &array, 0);
+done:
+    py_array_release(&array);
+    return result;
+}
+
+PyDoc_STRVAR(reduce_scatter_doc,
+             "reduce_scatter(array, op='sum')\n--\n\nA new array: this rank's part, along the first dimension, of the "
+             "reduction of `array` over all ranks. len(array) must be a multiple of world_size.");
+
+static PyObject *comm_reduce_scatter(PyObject *self, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"array", "op", NULL};
+    PyObject *source, *result = NULL;
+    const char *op_name = "sum";
+    void *to = NULL;
+    py_array array;
+    zc_status status;
+    zc_comm *comm = NULL;
+    int op;
+
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O|s:reduce_scatter", names, &source, &op_name))
+        return NULL;
+    if (py_array_from(source, PY_DTYPE_ANY, PY_READ, "array of reduce_scatter", &array))
+        return NULL;
+    Py_ssize_t rows = PySequence_Size(array.array);
+    if (rows < 0 || parse_op(op_name, array.dtype, &op) || !(comm = py_comm_enter(self)))
+        goto done;
+    size_t ranks = zc_comm_ranks(comm), count = array.elems / ranks;
+    if ((size_t)rows % ranks) {
+        PyErr_Format(PyExc_ValueError, "array has %zd rows; legal is a multiple of the %zu ranks", rows, ranks);
+        py_comm_leave(self);
+        goto done;
+    }
+    if (!(result = py_array_new(count, array.dtype, &to))) {
+        py_comm_leave(self);
+        goto done;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_comm_reduce_scatter(comm, array.data, to, count, array.dtype, op == OP_MEAN ? ZC_SUM : (zc_op)op);
+    if (status == ZC_OK && op == OP_MEAN)
+        divide(to, count, array.dtype, ranks);
+    Py_END_ALLOW_THREADS
+    result = reshape(finish(self, status, result), rows / (Py_ssize_t)ranks, &array, 1);
+done:
+    py_array_release(&array);
+    return result;
+}
+
+static PyObject *comm_barrier_method(PyObject *self, PyObject *unused)
+{
+    zc_comm *comm = py_comm_enter(self);
+    zc_status status;
+
+    (void)unused;
+    if (!comm)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_comm_barrier(comm);
+    Py_END_ALLOW_THREADS
+    return finish(self, status, Py_NewRef(Py_None));
+}
+
+PyDoc_STRVAR(split_doc, "split(color)\n--\n\nA communicator of the ranks that gave the same color (an integer >= 0), in rank "
+                        "order. color None: belongs to no group, returns None. All ranks must call it.");
+
+static PyObject *comm_split_method(PyObject *self, PyObject *color_object)
+{
+    long long color = -1;
+    zc_comm *comm, *out = NULL;
+    zc_status status;
+
+    if (color_object != Py_None) {
+        color = PyLong_AsLongLong(color_object);
+        if (color == -1 && PyErr_Occurred())
+            return NULL;
+        if (color < 0) {
+            PyErr_Format(PyExc_ValueError, "color is %lld; legal are integers >= 0 and None", color);
+            return NULL;
+        }
+    }
+    if (!(comm = py_comm_enter(self)))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_comm_split(comm, color, &out);
+    Py_END_ALLOW_THREADS
+    PyObject *done = finish(self, status, Py_NewRef(Py_None));
+    if (!done || !out)
+        return done;
+    Py_DECREF(done);
+    return wrap(Py_TYPE(self), out, ((py_comm *)self)->local_rank);
+}
+
+/* ---- attributes ---------------------------------------------------------- */
+
+static PyObject *get_rank(py_comm *self, void *unused)
+{
+    (void)unused;
+    return py_comm_check_open((PyObject *)self) ? NULL : PyLong_FromSize_t(zc_comm_rank(self->comm));
+}
+
+static PyObject *get_world_size(py_comm *self, void *unused)
+{
+    (void)unused;
+    return py_comm_check_open((PyObject *)self) ? NULL : PyLong_FromSize_t(zc_comm_ranks(self->comm));
+}
+
+static PyObject *get_local_rank(py_comm *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(self->local_rank);
+}
+
+static PyObject *get_local_size(py_comm *self, void *unused)
+{
+    (void)unused;
+    return py_comm_check_open((PyObject *)self) ? NULL : PyLong_FromSize_t(zc_comm_local_ranks(self->comm));
+}
+
+static PyObject *get_backend(py_comm *self, void *unused)
+{
+    (void)unused;
+    return py_comm_check_open((PyObject *)self) ? NULL : PyUnicode_FromString(zc_comm_backend(self->comm));
+}
+
+static PyObject *get_closed(py_comm *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(self->closed || !self->comm);
+}
+
+static PyObject *comm_repr(py_comm *self)
+{
+    if (self->closed || !self->comm)
+        return PyUnicode_FromString("<zero_c.Communicator, closed>");
+    return PyUnicode_FromFormat("<zero_c.Communicator, rank %zu of %zu, %s>", zc_comm_rank(self->comm),
+                                zc_comm_ranks(self->comm), zc_comm_backend(self->comm));
+}
+
+#define KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
+
+static PyMethodDef comm_methods[] = {
+    {"local", (PyCFunction)(void (*)(void))comm_local, METH_VARARGS | METH_KEYWORDS | METH_CLASS, local_doc},
+    {"all_reduce", KEYWORDS(comm_all_reduce), all_reduce_doc},
+    {"reduce_scatter", KEYWORDS(comm_reduce_scatter), reduce_scatter_doc},
+    {"all_gather", comm_all_gather, METH_O, all_gather_doc},
+    {"broadcast", KEYWORDS(comm_broadcast), broadcast_doc},
+    {"barrier", comm_barrier_method, METH_NOARGS, "barrier()\n--\n\nReturns when all ranks have come here."},
+    {"split", comm_split_method, METH_O, split_doc},
+    {"close", (PyCFunction)comm_close_method, METH_NOARGS, close_doc},
+    {"__enter__", comm_enter, METH_NOARGS, NULL},
+    {"__exit__", (PyCFunction)comm_exit, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef comm_getset[] = {
+    {"rank", (getter)get_rank, NULL, "Number of this rank, 0 to world_size - 1.", NULL},
+    {"world_size", (getter)get_world_size, NULL, "Number of ranks.", NULL},
+    {"local_rank", (getter)get_local_rank, NULL, "Number of this rank on its host.", NULL},
+    {"local_world_size", (getter)get_local_size, NULL, "Number of ranks of the group on this host.", NULL},
+    {"backend", (getter)get_backend, NULL, "Name of the transport.", NULL},
+    {"closed", (getter)get_closed, NULL, "Whether close() was called.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef comm_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(py_comm, weak_references), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyDoc_STRVAR(comm_doc, "Communicator(rank, world_size, job, token=None, local_rank=-1, start_timeout=60.0, timeout=1800.0)\n"
+                       "--\n\nA group of ranks; zero_c.init() makes one from the environment.");
+
+static PyType_Slot comm_slots[] = {
+    {Py_tp_new, comm_new},         {Py_tp_dealloc, comm_dealloc}, {Py_tp_repr, comm_repr}, {Py_tp_methods, comm_methods},
+    {Py_tp_getset, comm_getset},   {Py_tp_members, comm_members}, {Py_tp_doc, (void *)comm_doc}, {0, NULL},
+};
+
+static PyType_Spec comm_spec = {
+    .name = "zero_c.Communicator",
+    .basicsize = sizeof(py_comm),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = comm_slots,
+};
+
+int py_comm_add(PyObject *module)
+{
+    py_state *state = PyModule_GetState(module);
+
+    state->comm_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &comm_spec, NULL);
+    return state->comm_type ? PyModule_AddType(module, state->comm_type) : -1;
+}

@@ -1,0 +1,319 @@
+/*
+ * The Engine object: its lock, its life and its type.  Methods that bring values
+ * in are in py_engine_params.c, steps and looking in in py_engine_state.c.
+ *
+ * Methods are those of zero_c.h, one to one; what is convenient for people is
+ * built from them in Python.
+ */
+#include "py_engine.h"
+
+#include "py_comm.h"
+
+#include <structmember.h>
+
+/* ---- lock ---------------------------------------------------------------- */
+
+int py_engine_lock_local(py_engine *self)
+{
+    py_state *state = py_state_of((PyObject *)self);
+
+    if (py_comm_check_handler(state))
+        return -1;
+    if (!self->engine) {
+        PyErr_SetString(state->error, "the engine was not built");
+        return -1;
+    }
+    if (!PyThread_acquire_lock(self->lock, NOWAIT_LOCK)) {
+        Py_BEGIN_ALLOW_THREADS
+        PyThread_acquire_lock(self->lock, WAIT_LOCK);
+        Py_END_ALLOW_THREADS
+    }
+    return 0;
+}
+
+int py_engine_lock(py_engine *self)
+{
+    if (self->comm && py_comm_check_open(self->comm))
+        return -1;
+    return py_engine_lock_local(self);
+}
+
+void py_engine_unlock(py_engine *self)
+{
+    PyThread_release_lock(self->lock);
+}
+
+void py_engine_drop_released(py_engine *self)
+{
+    PyObject *type, *value, *trace, *owner;
+
+    PyErr_Fetch(&type, &value, &trace);
+    do {
+        owner = NULL;
+        if (py_engine_lock_local(self) == 0) {
+            owner = zc_engine_take_released(self->engine);
+            py_engine_unlock(self);
+        }
+        Py_XDECREF(owner);
+    } while (owner);
+    PyErr_Restore(type, value, trace);
+}
+
+/* Ends a call under the lock: None, or the exception. */
+PyObject *py_engine_finish(py_engine *self, zc_status status)
+{
+    py_engine_unlock(self);
+    if (status != ZC_OK)
+        return py_raise(py_state_of((PyObject *)self), status);
+    Py_RETURN_NONE;
+}
+
+/* ---- life ---------------------------------------------------------------- */
+
+/* Makes room for the facts of `count` more parameters, before the engine has them. */
+int py_engine_reserve(py_engine *self, size_t count)
+{
+    py_param_facts *params = PyMem_Realloc(self->params, (self->param_count + count + 1) * sizeof *params);
+
+    if (!params) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    self->params = params;
+    return 0;
+}
+
+void py_engine_note(py_engine *self, const py_param_list *list)
+{
+    for (size_t i = 0; i < list->count; i++)
+        self->params[self->param_count++] = (py_param_facts){list->params[i].elems, list->params[i].dtype};
+}
+
+static int parse_rule(const char *name, optim_rule *rule)
+{
+    for (int known = OPTIM_ADAMW; known <= OPTIM_SGD; known++) {
+        if (strcmp(optim_name((optim_rule)known), name) == 0) {
+            *rule = (optim_rule)known;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "rule is '%s'; legal are 'adamw', 'adam', 'sgd'", name);
+    return -1;
+}
+
+static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"comm", "params", "groups", "rule", "stage", "bucket_bytes", "ring_slots", "shared_params",
+                            "mean", "threads", NULL};
+    py_state *state = PyType_GetModuleState(type);
+    zc_engine_config config = ZC_ENGINE_CONFIG;
+    Py_ssize_t bucket_bytes = (Py_ssize_t)config.bucket_bytes, ring_slots = (Py_ssize_t)config.ring_slots;
+    PyObject *comm_object, *params, *groups_object;
+    const char *rule = "adamw";
+    py_param_list list = {NULL, NULL, NULL, 0};
+    zc_options *groups = NULL;
+    size_t group_count;
+    zc_status status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!OO|$sinnppi:Engine", names, state->comm_type, &comm_object, &params,
+                                     &groups_object, &rule, &config.stage, &bucket_bytes, &ring_slots,
+                                     &config.shared_params, &config.mean, &config.threads)
+        || parse_rule(rule, &config.rule))
+        return NULL;
+    if (bucket_bytes < 1 || ring_slots < 1) {
+        PyErr_Format(PyExc_ValueError, "bucket_bytes is %zd and ring_slots %zd; both must be 1 or more", bucket_bytes,
+                     ring_slots);
+        return NULL;
+    }
+    config.bucket_bytes = (size_t)bucket_bytes;
+    config.ring_slots = (size_t)ring_slots;
+    py_engine *self = (py_engine *)type->tp_alloc(type, 0);
+    if (!self)
+        return NULL;
+    if (!(self->lock = PyThread_allocate_lock())) {
+        PyErr_NoMemory();
+        goto fail;
+    }
+    if (py_param_list_read(params, 0, &list) || !(groups = py_engine_groups(groups_object, &group_count))
+        || py_engine_reserve(self, list.count))
+        goto fail;
+    zc_comm *comm = py_comm_enter(comm_object); /* left in engine_dealloc */
+    if (!comm)
+        goto fail;
+    self->comm = Py_NewRef(comm_object);
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_engine_create(comm, &config, list.params, list.count, groups, group_count, &self->engine);
+    Py_END_ALLOW_THREADS
+    if (status != ZC_OK) {
+        py_raise(state, status);
+        goto fail;
+    }
+    py_engine_note(self, &list);
+    PyMem_Free(groups);
+    py_param_list_free(&list);
+    return (PyObject *)self;
+fail:
+    PyMem_Free(groups);
+    py_param_list_free(&list);
+    Py_DECREF(self);
+    return NULL;
+}
+
+static void engine_dealloc(py_engine *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+
+    if (self->weak_references)
+        PyObject_ClearWeakRefs((PyObject *)self);
+    if (self->engine) {
+        zc_engine_drop_held(self->engine);
+        py_engine_drop_released(self);
+    }
+    zc_engine_destroy(self->engine);
+    if (self->comm)
+        py_comm_leave(self->comm);
+    Py_XDECREF(self->comm);
+    if (self->lock)
+        PyThread_free_lock(self->lock);
+    PyMem_Free(self->params);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* ---- the type ------------------------------------------------------------ */
+
+static PyObject *get_rounds(py_engine *self, void *unused)
+{
+    (void)unused;
+    if (py_engine_lock_local(self))
+        return NULL;
+    uint64_t rounds = zc_engine_rounds(self->engine);
+    py_engine_unlock(self);
+    return PyLong_FromUnsignedLongLong(rounds);
+}
+
+static PyObject *get_round_open(py_engine *self, void *unused)
+{
+    (void)unused;
+    if (py_engine_lock_local(self))
+        return NULL;
+    int open = zc_engine_round_open(self->engine);
+    py_engine_unlock(self);
+    return PyBool_FromLong(open);
+}
+
+static PyObject *get_param_count(py_engine *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(self->param_count);
+}
+
+static PyObject *get_comm(py_engine *self, void *unused)
+{
+    (void)unused;
+    return Py_NewRef(self->comm);
+}
+
+PyDoc_STRVAR(add_params_doc,
+             "add_params(params, groups)\n--\n\nMore parameters, numbered on; groups is the new whole list. "
+             "All ranks must call it.");
+PyDoc_STRVAR(param_doc,
+             "param(i)\n--\n\nThe parameter itself: a flat array over the engine's memory, in storage order "
+             "(bfloat16: as uint16).");
+PyDoc_STRVAR(param_dlpack_doc,
+             "param_dlpack(i, shape, strides)\n--\n\nThe same for other libraries: an object with "
+             "__dlpack__; strides in elements.");
+PyDoc_STRVAR(refresh_doc,
+             "refresh(i=None)\n--\n\nAfter parameter i (or all) was written from outside: its master follows.");
+PyDoc_STRVAR(add_grad_doc,
+             "add_grad(i, array)\n--\n\nThe gradient of parameter i in the current round, in storage order.");
+PyDoc_STRVAR(end_round_doc,
+             "end_round(late=())\n--\n\nEnds the round; all ranks must call it. late: (i, array) pairs, second "
+             "gradients of parameters that had one.");
+PyDoc_STRVAR(step_doc,
+             "step(groups, *, loss_scale=1.0, max_norm=0.0, want_norm=False, skip_nonfinite=False)\n--\n\n"
+             "Updates all parameters that had a gradient on some rank; (norm, skipped, nonfinite).");
+PyDoc_STRVAR(clip_doc,
+             "clip(max_norm, norm_type=2.0, loss_scale=1.0)\n--\n\nThe norm of the averaged gradient, which the next "
+             "step scales to max_norm.");
+PyDoc_STRVAR(state_doc,
+             "state(i, role)\n--\n\n(array or None, begin, end): this rank's part of an array of parameter i, and which "
+             "elements it holds. role: 'grad', 'exp_avg', 'momentum_buffer', 'exp_avg_sq', 'max_exp_avg_sq', 'master'.");
+PyDoc_STRVAR(read_doc,
+             "read(i, role, scale=1.0)\n--\n\nThe whole array, flat, on every rank; all ranks must call it.");
+PyDoc_STRVAR(discard_doc,
+             "discard(i=None)\n--\n\nForgets the gradient of parameter i, or of all. All ranks must do the same.");
+
+static PyMethodDef engine_methods[] = {
+    {"add_params", (PyCFunction)py_engine_add_params, METH_VARARGS, add_params_doc},
+    {"load_param", (PyCFunction)py_engine_load_param, METH_VARARGS,
+     "load_param(i, array)\n--\n\nThe initial value of parameter i, in storage order."},
+    {"publish", (PyCFunction)py_engine_publish, METH_NOARGS,
+     "publish()\n--\n\nEvery rank's parameters become rank 0's; all ranks must call it."},
+    {"param", (PyCFunction)py_engine_param, METH_O, param_doc},
+    {"param_dlpack", (PyCFunction)py_engine_param_dlpack, METH_VARARGS, param_dlpack_doc},
+    {"refresh", (PyCFunction)py_engine_refresh, METH_VARARGS, refresh_doc},
+    {"add_grad", (PyCFunction)py_engine_add_grad, METH_VARARGS, add_grad_doc},
+    {"has_grad", (PyCFunction)py_engine_has_grad, METH_O,
+     "has_grad(i)\n--\n\nWhether parameter i had a gradient in the open round."},
+    {"end_round", (PyCFunction)py_engine_end_round, METH_VARARGS, end_round_doc},
+    {"abort_round", (PyCFunction)py_engine_abort_round, METH_NOARGS,
+     "abort_round()\n--\n\nThe backward of the open round raised."},
+    {"discard", (PyCFunction)py_engine_discard, METH_VARARGS, discard_doc},
+    {"step", (PyCFunction)(void (*)(void))py_engine_step, METH_VARARGS | METH_KEYWORDS, step_doc},
+    {"clip", (PyCFunction)(void (*)(void))py_engine_clip, METH_VARARGS | METH_KEYWORDS, clip_doc},
+    {"state", (PyCFunction)py_engine_state, METH_VARARGS, state_doc},
+    {"read", (PyCFunction)py_engine_read, METH_VARARGS, read_doc},
+    {"write", (PyCFunction)py_engine_write, METH_VARARGS,
+     "write(i, role, array)\n--\n\nThis rank's part is taken from a whole array as read() gives it."},
+    {"step_count", (PyCFunction)py_engine_step_count, METH_O, "step_count(i)\n--\n\nSteps parameter i took part in."},
+    {"has_momentum", (PyCFunction)py_engine_has_momentum, METH_O,
+     "has_momentum(i)\n--\n\nWhether sgd's buffer of parameter i holds a value."},
+    {"set_step_count", (PyCFunction)py_engine_set_step_count, METH_VARARGS,
+     "set_step_count(i, steps, has_momentum=False)\n--\n\nFor loading."},
+    {"memory", (PyCFunction)py_engine_memory, METH_NOARGS, "memory()\n--\n\nBytes this rank holds."},
+    {"traffic", (PyCFunction)py_engine_traffic, METH_NOARGS, "traffic()\n--\n\nWhat was sent since the last call."},
+    {"plan", (PyCFunction)py_engine_plan, METH_NOARGS, "plan()\n--\n\nSpaces, buckets and padding."},
+    {"sync", (PyCFunction)py_engine_sync, METH_VARARGS,
+     "sync(what='sync')\n--\n\nReturns when all ranks have come here."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef engine_getset[] = {
+    {"rounds", (getter)get_rounds, NULL, "Backwards summed since the last step.", NULL},
+    {"round_open", (getter)get_round_open, NULL, "Whether gradients came since the last end_round.", NULL},
+    {"param_count", (getter)get_param_count, NULL, "Number of parameters.", NULL},
+    {"comm", (getter)get_comm, NULL, "The Communicator.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef engine_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(py_engine, weak_references), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+PyDoc_STRVAR(engine_doc,
+             "Engine(comm, params, groups, *, rule='adamw', stage=2, bucket_bytes=1048576, ring_slots=16, "
+             "shared_params=False, mean=True, threads=0)\n--\n\nparams: (name, elems, dtype, group, initial array or None); "
+             "groups: dicts of options. All ranks must call it.");
+
+static PyType_Slot engine_slots[] = {
+    {Py_tp_new, engine_new},         {Py_tp_dealloc, engine_dealloc}, {Py_tp_methods, engine_methods},
+    {Py_tp_getset, engine_getset},   {Py_tp_members, engine_members}, {Py_tp_doc, (void *)engine_doc},
+    {0, NULL},
+};
+
+static PyType_Spec engine_spec = {
+    .name = "zero_c._core.Engine",
+    .basicsize = sizeof(py_engine),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = engine_slots,
+};
+
+int py_engine_add(PyObject *module)
+{
+    py_state *state = PyModule_GetState(module);
+
+    state->engine_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &engine_spec, NULL);
+    return state->engine_type ? PyModule_AddType(module, state->engine_type) : -1;
+}

@@ -1,0 +1,261 @@
+/*
+ * Engine methods that step, clip, and look in: optimizer state, counts, memory
+ * and traffic.
+ */
+#include "py_engine.h"
+
+PyObject *py_engine_step(py_engine *self, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"groups", "loss_scale", "max_norm", "want_norm", "skip_nonfinite", NULL};
+    zc_step_args step = ZC_STEP_ARGS;
+    zc_step_result result;
+    PyObject *groups_object;
+    size_t group_count;
+    zc_status status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O|$ddpp:step", names, &groups_object, &step.loss_scale,
+                                     &step.max_norm, &step.want_norm, &step.skip_nonfinite))
+        return NULL;
+    zc_options *groups = py_engine_groups(groups_object, &group_count);
+    if (!groups || py_engine_lock(self)) {
+        PyMem_Free(groups);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_engine_step(self->engine, groups, group_count, &step, &result);
+    Py_END_ALLOW_THREADS
+    PyMem_Free(groups);
+    PyObject *done = py_engine_finish(self, status);
+    py_engine_drop_released(self);
+    if (!done)
+        return NULL;
+    Py_DECREF(done);
+    return Py_BuildValue("(dOK)", result.norm, result.skipped ? Py_True : Py_False,
+                         (unsigned long long)result.nonfinite);
+}
+
+PyObject *py_engine_clip(py_engine *self, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"max_norm", "norm_type", "loss_scale", NULL};
+    double max_norm, norm_type = 2, loss_scale = 1, norm = 0;
+    zc_status status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "d|dd:clip", names, &max_norm, &norm_type, &loss_scale)
+        || py_engine_lock(self))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_engine_clip(self->engine, max_norm, norm_type, loss_scale, &norm);
+    Py_END_ALLOW_THREADS
+    PyObject *done = py_engine_finish(self, status);
+    py_engine_drop_released(self);
+    if (!done)
+        return NULL;
+    Py_DECREF(done);
+    return PyFloat_FromDouble(norm);
+}
+
+/* ---- state of one parameter ----------------------------------------------- */
+
+/* Roles by the names torch.optim gives the arrays: 0, or -1 with ValueError. */
+static int parse_role(const char *name, zc_role *role)
+{
+    static const struct {
+        const char *name;
+        zc_role role;
+    } roles[] = {{"grad", ZC_ROLE_GRAD},
+                 {"exp_avg", ZC_ROLE_EXP_AVG},
+                 {"momentum_buffer", ZC_ROLE_EXP_AVG},
+                 {"exp_avg_sq", ZC_ROLE_EXP_AVG_SQ},
+                 {"max_exp_avg_sq", ZC_ROLE_MAX_EXP_AVG_SQ},
+                 {"master", ZC_ROLE_MASTER}};
+
+    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++) {
+        if (strcmp(roles[i].name, name) == 0) {
+            *role = roles[i].role;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "role is '%s'; legal are 'grad', 'exp_avg', 'momentum_buffer', 'exp_avg_sq', "
+                                   "'max_exp_avg_sq', 'master'", name);
+    return -1;
+}
+
+static int read_index_and_role(py_engine *self, PyObject *number, const char *name, size_t *index, zc_role *role)
+{
+    return py_engine_index(self, number, index) || parse_role(name, role) ? -1 : 0;
+}
+
+PyObject *py_engine_state(py_engine *self, PyObject *args)
+{
+    size_t index, begin = 0, end = 0;
+    void *memory = NULL;
+    const char *name;
+    PyObject *number;
+    zc_role role;
+
+    if (!PyArg_ParseTuple(args, "Os:state", &number, &name) || read_index_and_role(self, number, name, &index, &role)
+        || py_engine_lock_local(self))
+        return NULL;
+    zc_status status = zc_engine_state(self->engine, index, role, &memory, &begin, &end);
+    PyObject *done = py_engine_finish(self, status);
+    if (!done || !memory)
+        return done ? Py_BuildValue("(Nnn)", done, (Py_ssize_t)begin, (Py_ssize_t)end) : NULL;
+    Py_DECREF(done);
+    PyObject *view = py_array_over(memory, end - begin, zc_dtype_sum(self->params[index].dtype), (PyObject *)self);
+    return view ? Py_BuildValue("(Nnn)", view, (Py_ssize_t)begin, (Py_ssize_t)end) : NULL;
+}
+
+PyObject *py_engine_read(py_engine *self, PyObject *args)
+{
+    double scale = 1;
+    const char *name;
+    PyObject *number;
+    void *to = NULL;
+    size_t index;
+    zc_role role;
+    zc_status status;
+
+    if (!PyArg_ParseTuple(args, "Os|d:read", &number, &name, &scale)
+        || read_index_and_role(self, number, name, &index, &role))
+        return NULL;
+    PyObject *array = py_array_new(self->params[index].elems, zc_dtype_sum(self->params[index].dtype), &to);
+    if (!array)
+        return NULL;
+    if (py_engine_lock(self)) {
+        Py_DECREF(array);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_engine_read(self->engine, index, role, scale, to);
+    Py_END_ALLOW_THREADS
+    PyObject *done = py_engine_finish(self, status);
+    py_engine_drop_released(self);
+    if (!done)
+        Py_CLEAR(array);
+    Py_XDECREF(done);
+    return array;
+}
+
+PyObject *py_engine_write(py_engine *self, PyObject *args)
+{
+    PyObject *number, *source, *result = NULL;
+    const char *name;
+    py_array array;
+    size_t index;
+    zc_role role;
+
+    if (!PyArg_ParseTuple(args, "OsO:write", &number, &name, &source)
+        || read_index_and_role(self, number, name, &index, &role)
+        || py_array_from(source, zc_dtype_sum(self->params[index].dtype), PY_READ, name, &array))
+        return NULL;
+    if (array.elems != self->params[index].elems)
+        PyErr_Format(PyExc_ValueError, "%s of parameter %zu has %zu elements; the parameter has %zu", name, index,
+                     array.elems, self->params[index].elems);
+    else if (py_engine_lock_local(self) == 0)
+        result = py_engine_finish(self, zc_engine_write(self->engine, index, role, array.data));
+    py_array_release(&array);
+    return result;
+}
+
+PyObject *py_engine_step_count(py_engine *self, PyObject *number)
+{
+    size_t index;
+
+    if (py_engine_index(self, number, &index) || py_engine_lock_local(self))
+        return NULL;
+    uint64_t steps = zc_engine_step_count(self->engine, index);
+    py_engine_unlock(self);
+    return PyLong_FromUnsignedLongLong(steps);
+}
+
+PyObject *py_engine_has_momentum(py_engine *self, PyObject *number)
+{
+    size_t index;
+
+    if (py_engine_index(self, number, &index) || py_engine_lock_local(self))
+        return NULL;
+    int has = zc_engine_has_momentum(self->engine, index);
+    py_engine_unlock(self);
+    return PyBool_FromLong(has);
+}
+
+PyObject *py_engine_set_step_count(py_engine *self, PyObject *args)
+{
+    PyObject *number, *count;
+    int has_momentum = 0;
+    size_t index;
+
+    if (!PyArg_ParseTuple(args, "OO|p:set_step_count", &number, &count, &has_momentum)
+        || py_engine_index(self, number, &index))
+        return NULL;
+    unsigned long long steps = PyLong_AsUnsignedLongLong(count);
+    if ((steps == (unsigned long long)-1 && PyErr_Occurred()) || py_engine_lock_local(self))
+        return NULL;
+    return py_engine_finish(self, zc_engine_set_step_count(self->engine, index, steps, has_momentum));
+}
+
+/* ---- the whole ------------------------------------------------------------- */
+
+PyObject *py_engine_memory(py_engine *self, PyObject *unused)
+{
+    zc_memory memory;
+
+    (void)unused;
+    if (py_engine_lock_local(self))
+        return NULL;
+    zc_engine_memory(self->engine, &memory);
+    py_engine_unlock(self);
+    return Py_BuildValue("{sKsKsKsKsKsK}", "parameters", (unsigned long long)memory.parameters, "gradients",
+                         (unsigned long long)memory.gradients, "master", (unsigned long long)memory.master,
+                         "optimizer_state", (unsigned long long)memory.optimizer_state, "buffers",
+                         (unsigned long long)memory.buffers, "total", (unsigned long long)memory.total);
+}
+
+static PyObject *traffic_row(const zc_traffic_row *row)
+{
+    return Py_BuildValue("{sKsKsK}", "calls", (unsigned long long)row->calls, "payload",
+                         (unsigned long long)row->payload_elems, "bytes", (unsigned long long)row->bytes);
+}
+
+PyObject *py_engine_traffic(py_engine *self, PyObject *unused)
+{
+    zc_traffic traffic;
+
+    (void)unused;
+    if (py_engine_lock_local(self))
+        return NULL;
+    zc_engine_traffic(self->engine, &traffic);
+    py_engine_unlock(self);
+    return Py_BuildValue("{sNsNsNsNsK}", "reduce_scatter", traffic_row(&traffic.reduce_scatter), "all_gather",
+                         traffic_row(&traffic.all_gather), "broadcast", traffic_row(&traffic.broadcast), "small",
+                         traffic_row(&traffic.small), "bytes", (unsigned long long)traffic.bytes);
+}
+
+PyObject *py_engine_plan(py_engine *self, PyObject *unused)
+{
+    zc_plan plan;
+
+    (void)unused;
+    if (py_engine_lock_local(self))
+        return NULL;
+    zc_engine_plan(self->engine, &plan);
+    py_engine_unlock(self);
+    return Py_BuildValue("{sKsKsKsKsK}", "spaces", (unsigned long long)plan.spaces, "buckets",
+                         (unsigned long long)plan.buckets, "padded_elems", (unsigned long long)plan.padded_elems, "elems",
+                         (unsigned long long)plan.elems, "ring_bytes", (unsigned long long)plan.ring_bytes);
+}
+
+PyObject *py_engine_sync(py_engine *self, PyObject *args)
+{
+    const char *what = "sync";
+    zc_status status;
+
+    if (!PyArg_ParseTuple(args, "|s:sync", &what) || py_engine_lock(self))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_engine_sync(self->engine, what);
+    Py_END_ALLOW_THREADS
+    PyObject *result = py_engine_finish(self, status);
+    py_engine_drop_released(self);
+    return result;
+}

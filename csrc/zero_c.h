@@ -1,0 +1,251 @@
+/*
+ * zero_c: train one model on N ranks with the memory of one (ZeRO).
+ *
+ * Two ranks as threads of one process, AdamW, stage 2; each thread runs
+ *
+ *     zc_param params[1] = {{.name = "w", .elems = n, .dtype = ZC_FLOAT32, .initial = w}};
+ *     zc_options group = ZC_OPTIONS_ADAMW;
+ *     zc_engine_config config = ZC_ENGINE_CONFIG;
+ *     zc_engine *engine;
+ *     zc_engine_create(comm, &config, params, 1, &group, 1, &engine);
+ *     for (int step = 0; step < 100; step++) {
+ *         compute_gradient(zc_engine_param(engine, 0), gradient);
+ *         zc_engine_add_grad(engine, 0, gradient);
+ *         zc_engine_step(engine, &group, 1, &(zc_step_args)ZC_STEP_ARGS, NULL);
+ *     }
+ *     zc_engine_destroy(engine);
+ *     zc_comm_close(comm);
+ *
+ * (examples/two_threads.c is the whole program.)
+ *
+ * Conventions.  Every fallible function returns ZC_OK or a negative status and
+ * leaves a sentence for zc_last_error().  "Collective" means that every rank of
+ * the communicator must make the same call; ranks that make different ones get
+ * ZC_EMISMATCH naming both.  Nothing is changed by a call that fails with
+ * ZC_EINVAL, ZC_ETYPE or ZC_ESTATE.  An engine may be used from several threads
+ * one after the other, not at once; the caller provides the lock.
+ */
+#ifndef ZERO_C_H
+#define ZERO_C_H
+
+#include "optim.h"
+#include "zc_dtype.h"
+#include "zc_status.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct zc_comm zc_comm;
+typedef struct zc_engine zc_engine;
+typedef optim_options zc_options;
+
+/* ---- communicators ---------------------------------------------------- */
+
+typedef struct zc_comm_config {
+    size_t rank, ranks;
+    const char *job;        /* key of the rendezvous on this host, at most 80 bytes */
+    const char *token;      /* shared secret, or NULL */
+    double start_timeout_s; /* for the ranks to meet */
+    double timeout_s;       /* for a live peer to come to an operation */
+    int (*interrupted)(void *context); /* called in waits; not 0 ends them; may be NULL */
+    void *interrupt_context;
+} zc_comm_config;
+
+/* Ranks as processes of this host. Collective; blocks until all have come. */
+zc_status zc_comm_open(const zc_comm_config *config, zc_comm **out);
+/* Ranks as threads: fills out[0..ranks-1], one for each thread. */
+zc_status zc_comm_open_local(size_t ranks, double timeout_s, zc_comm **out);
+size_t zc_comm_rank(const zc_comm *comm);
+size_t zc_comm_ranks(const zc_comm *comm);
+size_t zc_comm_local_ranks(const zc_comm *comm);
+const char *zc_comm_backend(const zc_comm *comm);
+/* Collective operations on host arrays of any size; op as in the names. Blocking. */
+typedef enum zc_op { ZC_SUM = 0, ZC_MAX = 1, ZC_MIN = 2, ZC_PROD = 3 } zc_op;
+zc_status zc_comm_all_reduce(zc_comm *comm, void *array, size_t count, zc_dtype dtype, zc_op op);
+zc_status zc_comm_reduce_scatter(zc_comm *comm, const void *from, void *to, size_t count_per_rank, zc_dtype dtype,
+                                 zc_op op);
+zc_status zc_comm_all_gather(zc_comm *comm, const void *from, void *to, size_t bytes_per_rank);
+zc_status zc_comm_broadcast(zc_comm *comm, void *array, size_t bytes, size_t root);
+zc_status zc_comm_barrier(zc_comm *comm);
+/* Collective; ranks of one color >= 0 form a group; *out = NULL for color < 0. */
+zc_status zc_comm_split(zc_comm *comm, int64_t color, zc_comm **out);
+/* Local and prompt; engines on it must be destroyed first. NULL is allowed. */
+void zc_comm_close(zc_comm *comm);
+
+/* ---- the engine -------------------------------------------------------- */
+
+#define ZC_MAX_DIMS 32
+
+typedef struct zc_param {
+    const char *name;       /* for messages; copied; NULL: "parameter <index>" */
+    size_t elems;           /* 0 allowed */
+    zc_dtype dtype;         /* float32, float64, bfloat16, float16 */
+    uint32_t group;
+    const void *initial;    /* elems elements in storage order, copied in during create; NULL: load it later */
+} zc_param;
+
+typedef struct zc_engine_config {
+    int stage;              /* 0, 1, 2 */
+    optim_rule rule;
+    size_t bucket_bytes;    /* of one reduction window */
+    size_t ring_slots;      /* windows in flight (stages 0 and 2), >= 1 */
+    int shared_params;      /* parameters live once per host */
+    int mean;               /* 1: average over ranks, 0: sum */
+    int threads;            /* CPU threads of this rank; 0: usable cores / ranks on this host, at least 1 */
+} zc_engine_config;
+
+#define ZC_ENGINE_CONFIG \
+    {.stage = 2, .rule = OPTIM_ADAMW, .bucket_bytes = 1u << 20, .ring_slots = 16, .shared_params = 0, .mean = 1, \
+     .threads = 0}
+#define ZC_OPTIONS_ADAMW {.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 1e-2}
+#define ZC_OPTIONS_ADAM {.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8}
+#define ZC_OPTIONS_SGD {.lr = 1e-3}
+
+/*
+ * Collective. Ranks must agree in config, and in number, names, sizes, dtypes
+ * and groups of the parameters (ZC_EMISMATCH names the first difference); all
+ * of them continue from rank 0's values once zc_engine_publish was called
+ * (create does it when every `initial` is given). comm must outlive the engine.
+ */
+zc_status zc_engine_create(zc_comm *comm, const zc_engine_config *config, const zc_param *params, size_t count,
+                           const zc_options *groups, size_t group_count, zc_engine **out);
+
+/* Collective: more parameters, numbered on from the last ones; groups is the new whole list. */
+zc_status zc_engine_add_params(zc_engine *engine, const zc_param *params, size_t count, const zc_options *groups,
+                               size_t group_count);
+
+/* Copies a parameter's initial value (elems elements, storage order) into the engine. Local. Order: ascending
+ * address, that is the last parameter first, keeps memory growing evenly; any order works. */
+zc_status zc_engine_load_param(zc_engine *engine, size_t index, const void *values);
+
+/* Collective: every rank's parameters become rank 0's; ends the loading of new parameters. */
+zc_status zc_engine_publish(zc_engine *engine);
+
+/* The address at which parameter `index` lives, for ever: elems elements in storage order, 64-element aligned
+ * offset. Written by step(). Valid until destroy. NULL for an empty parameter or a wrong index. */
+void *zc_engine_param(const zc_engine *engine, size_t index);
+size_t zc_engine_param_count(const zc_engine *engine);
+
+/* After parameters were written from outside: masters of 16-bit parameters follow the new values. Local.
+ * index SIZE_MAX: all. */
+zc_status zc_engine_refresh(zc_engine *engine, size_t index);
+
+/* -- gradients; the protocol of rounds is at the head of engine_round.c -- */
+
+#define ZC_GRAD_TAKEN 0   /* copied, or nothing left to do */
+#define ZC_GRAD_HELD 1    /* no room yet: the engine reads it later; keep it alive until `owner` is released */
+/*
+ * Hands over the gradient of a parameter in the current round (opened if there
+ * is none): elems elements of the parameter's dtype, in its storage order.
+ * Local; may wait a bounded time for peers. `owner` is an opaque non-NULL token:
+ * with *outcome == ZC_GRAD_HELD it comes back from zc_engine_take_released when the
+ * engine is done with the memory. ZC_ESTATE if the parameter already had one in
+ * this round: see zc_engine_has_grad and zc_engine_add_late.
+ */
+zc_status zc_engine_offer_grad(zc_engine *engine, size_t index, const void *grad, void *owner, int *outcome);
+/* The same for callers that keep the memory only during the call. */
+zc_status zc_engine_add_grad(zc_engine *engine, size_t index, const void *grad);
+/* 1 if the parameter had a gradient in the open round. */
+int zc_engine_has_grad(const zc_engine *engine, size_t index);
+int zc_engine_round_open(const zc_engine *engine);
+/* The next held gradient that the engine has finished with, or NULL. */
+void *zc_engine_take_released(zc_engine *engine);
+/* Local: gives up all held gradients, so that take_released returns their owners. Before destroy. */
+void zc_engine_drop_held(zc_engine *engine);
+/*
+ * Collective: ends the round; afterwards sums are complete on all ranks. `late`
+ * lists second gradients of parameters that had one already (reentrant graphs):
+ * they are reduced in a supplementary pass of the same round.
+ */
+typedef struct zc_late_grad {
+    size_t index;
+    const void *grad;
+} zc_late_grad;
+zc_status zc_engine_end_round(zc_engine *engine, const zc_late_grad *late, size_t late_count);
+/* Local: the open round's backward raised. It is closed with all ranks at the next collective call. */
+void zc_engine_abort_round(zc_engine *engine);
+/* Local: forgets the sums of one parameter, or of all (SIZE_MAX), as zero_grad does. All ranks must do the same. */
+zc_status zc_engine_discard(zc_engine *engine, size_t index);
+/* Backwards summed since the last step. */
+uint64_t zc_engine_rounds(const zc_engine *engine);
+
+/* -- the step -- */
+
+typedef struct zc_step_args {
+    double loss_scale;    /* gradients carry this factor; > 0 */
+    double max_norm;      /* > 0: clip */
+    int want_norm;        /* compute the norm even if nothing is clipped */
+    int skip_nonfinite;
+} zc_step_args;
+#define ZC_STEP_ARGS {.loss_scale = 1.0, .max_norm = 0.0, .want_norm = 0, .skip_nonfinite = 0}
+
+typedef struct zc_step_result {
+    double norm;          /* of the averaged, unscaled gradient before clipping; NaN if not asked for */
+    int skipped;
+    uint64_t nonfinite;   /* ranks that saw an infinity or NaN in their shards of the sums */
+} zc_step_result;
+
+/* Collective. Updates all parameters that had a gradient on some rank; consumes the sums. result may be NULL.
+ * groups: the options as they are now; group_count as created. */
+zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t group_count, const zc_step_args *args,
+                         zc_step_result *result);
+/* Collective. The norm of the averaged, unscaled gradient; gradients are scaled by min(1, max_norm / (norm + 1e-6))
+ * at the next step (repeated calls multiply). norm_type: > 0 or infinity. max_norm infinity: measure only. */
+zc_status zc_engine_clip(zc_engine *engine, double max_norm, double norm_type, double loss_scale, double *norm);
+
+/* -- looking in -- */
+
+typedef enum zc_role {
+    ZC_ROLE_GRAD = 0,       /* reduced sum, not yet averaged; fp32, or fp64 for float64 parameters */
+    ZC_ROLE_EXP_AVG = 1,    /* adam, adamw; SGD's momentum buffer */
+    ZC_ROLE_EXP_AVG_SQ = 2,
+    ZC_ROLE_MAX_EXP_AVG_SQ = 3,
+    ZC_ROLE_MASTER = 4      /* fp32 value of a 16-bit parameter */
+} zc_role;
+
+/* This rank's part of a parameter's state: *memory (NULL if there is none, or for roles GRAD and MASTER of bf16),
+ * elements [*begin, *end) of the parameter in storage order. Valid until destroy. */
+zc_status zc_engine_state(zc_engine *engine, size_t index, zc_role role, void **memory, size_t *begin, size_t *end);
+/* Collective: the whole array, elems elements of fp32 (fp64), on every rank. scale multiplies (GRAD only). */
+zc_status zc_engine_read(zc_engine *engine, size_t index, zc_role role, double scale, void *to);
+/* Local: this rank's part is taken from a whole array as zc_engine_read gives it. Not for GRAD. */
+zc_status zc_engine_write(zc_engine *engine, size_t index, zc_role role, const void *from);
+uint64_t zc_engine_step_count(const zc_engine *engine, size_t index);
+/* has_momentum: sgd, the buffer holds a value. */
+zc_status zc_engine_set_step_count(zc_engine *engine, size_t index, uint64_t steps, int has_momentum);
+int zc_engine_has_momentum(const zc_engine *engine, size_t index);
+
+typedef struct zc_memory { /* bytes held by this rank; memory shared by all ranks of a host counts 1/N */
+    uint64_t parameters, gradients, master, optimizer_state, buffers, total;
+} zc_memory;
+void zc_engine_memory(const zc_engine *engine, zc_memory *out);
+
+typedef struct zc_traffic_row {
+    uint64_t calls, payload_elems, bytes; /* bytes: what this rank would send on a wire, (N-1)/N of the payload */
+} zc_traffic_row;
+typedef struct zc_traffic { /* since the last call; bytes: without `small` */
+    zc_traffic_row reduce_scatter, all_gather, broadcast, small;
+    uint64_t bytes;
+} zc_traffic;
+void zc_engine_traffic(zc_engine *engine, zc_traffic *out);
+
+typedef struct zc_plan { /* sums over the spaces of all dtypes */
+    uint64_t spaces, buckets, padded_elems, elems, ring_bytes;
+} zc_plan;
+void zc_engine_plan(const zc_engine *engine, zc_plan *out);
+
+/* Collective, blocking: all ranks of the engine have come here. `what` names it in messages. Joins open rounds. */
+zc_status zc_engine_sync(zc_engine *engine, const char *what);
+
+/* Local: frees everything; NULL and half-built engines are allowed. */
+void zc_engine_destroy(zc_engine *engine);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,57 @@
+"""Trains a byte-level GPT with sharded optimizer state, on the CPUs of one host:
+
+    python -m zero_c.launch -n 2 examples/train_gpt.py --stage 2
+"""
+import argparse
+import os
+
+import torch
+
+import zero_c
+from zero_c.torch import ShardedOptimizer
+
+from gpt import GPT, LibrarySource
+from meter import Meter
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", type=int, default=2, help="0 shards nothing, 1 optimizer state, 2 gradients too")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--log", help="write one JSON line a step to LOG.<rank>.jsonl instead of printing")
+    return parser.parse_args()
+
+
+def train(model, opt, data, steps, meter):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=3e-3, total_steps=steps, pct_start=0.15,
+                                                   cycle_momentum=False)
+    for _ in range(steps):
+        ids, targets = data.next()
+        loss = model(ids, targets)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        schedule.step()
+        meter.step(loss, ids.numel())
+
+
+def main():
+    args = arguments()
+    comm = zero_c.init()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // comm.world_size))
+    data = LibrarySource(comm.rank, comm.world_size)
+    meter = Meter(args.log, comm.rank)
+    torch.manual_seed(0)
+
+    model = GPT()
+    opt = ShardedOptimizer(model, stage=args.stage, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0,
+                           bucket_mb=0.25)    # windows in proportion to a small model
+    train(model, opt, data, args.steps, meter)
+
+    meter.finish(model, memory=opt.memory(), traffic=opt.traffic())
+    if comm.rank == 0:
+        meter.sample(model.eval().write("def ", 240))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""All areas of cases, in the order of their letters."""
+
+from cases import (  # noqa: F401
+    area_a_graph,
+    area_b_shapes,
+    area_c_dtypes,
+    area_d_groups,
+    area_e_reduction,
+    area_f_clipping,
+    area_g_arithmetic,
+    area_j_agreement,
+)

@@ -1,0 +1,115 @@
+"""What ranks do in test_equivalence.py and test_memory_traffic.py, with NumPy only: a rank starts at once."""
+
+import os
+
+import numpy
+import zero_c
+from scenarios import digest, gradient, initial_values, scenario
+
+
+class bfloat16(numpy.void):
+    """Scalar type of arrays that hold bfloat16; libraries that add the type to NumPy name it so."""
+
+
+BFLOAT16 = numpy.dtype((bfloat16, numpy.dtype("V2")))
+
+
+def as_given(values, dtype):
+    """Values as a caller hands them over as a parameter: uint16 bits become an array of bfloat16."""
+    return values.view(BFLOAT16) if dtype == "bfloat16" else values
+
+
+def sharded(scenario, comm):
+    """The optimizer that the scenario asks for, and its parameters in groups."""
+    arrays = [as_given(values, param["dtype"])
+              for values, param in zip(initial_values(scenario), scenario["params"], strict=True)]
+    groups = [{**options, "params": [array for array, param in zip(arrays, scenario["params"], strict=True)
+                                     if param["group"] == number]}
+              for number, options in enumerate(scenario["groups"])]
+    how = {name: scenario[name] for name in ("stage", "bucket_mb", "shared_params", "reduce_op", "skip_nonfinite")
+           if name in scenario}
+    return zero_c.ShardedOptimizer(groups, scenario["optimizer"], comm=comm, **how), arrays
+
+
+def play(scenario):
+    """Runs a scenario; what this rank holds afterwards, in the form of scenarios.reference_run()."""
+    comm = zero_c.init()
+    opt, arrays = sharded(scenario, comm)
+    count = len(scenario["params"])
+    steps = []
+    for number, this in enumerate(scenario["steps"]):
+        for group, changed in this.get("options", {}).items():
+            opt.param_groups[int(group)].update(changed)
+        opt.loss_scale, opt.max_grad_norm = this.get("loss_scale"), this.get("max_norm")
+        for turn in range(len(this["rounds"])):
+            last = turn + 1 == len(this["rounds"])
+            gave = False
+            for index in reversed(range(count)):
+                part = gradient(scenario, number, turn, comm.rank, index)
+                if part is not None:
+                    opt.add_grad(index, part)
+                    gave = True
+            # step() ends the last round by itself, and joins it on a rank that had nothing to give
+            if not last or (gave and comm.rank % 2):
+                opt.end_backward()
+        seen = {}
+        if "clip" in this:
+            seen["clip"] = opt.clip_grad_norm_(this["clip"])
+        if this.get("look"):
+            seen["grads"] = [opt.grad(index) for index in range(count)]
+        opt.step()
+        norm = opt.last_step.norm if this.get("max_norm") else None
+        steps.append(seen | {"norm": norm, "skipped": bool(opt.last_step.skipped),
+                             "nonfinite": bool(opt.last_step.nonfinite)})
+    state = [opt.full_state(index) for index in range(count)]
+    params = [opt.param(index).copy() for index in range(count)]
+    for array, param in zip(arrays, params, strict=True):  # the caller's arrays have followed
+        assert array.tobytes() == param.tobytes()
+    return {"steps": steps, "params": params, "masters": masters(opt),
+            "counts": [each.pop("step") for each in state], "state": state}
+
+
+def masters(opt):
+    """The exact value of each parameter, as fp32 (fp64); only the engine itself tells that of 16-bit ones."""
+    wide = (numpy.float32, numpy.float64)
+    return [opt.param(index).copy() if opt.param(index).dtype in wide
+            else opt._engine.read(index, "master").reshape(opt.param(index).shape) for index in range(len(opt))]
+
+
+def digests(scenarios):
+    """The digest of each scenario's result: the results themselves are many arrays."""
+    if "ZERO_C_TEST_CORES" in os.environ:
+        usable = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, usable[:int(os.environ["ZERO_C_TEST_CORES"])])
+    return [digest(play(each)) for each in scenarios]
+
+
+def machine_has(isa):
+    """Whether ZERO_C_ISA=<isa>, which this rank was started with, can be honoured."""
+    assert os.environ["ZERO_C_ISA"] == isa
+    try:
+        opt = zero_c.ShardedOptimizer([numpy.zeros(1, numpy.float32)], "sgd", lr=1.0, comm=zero_c.init())
+        opt.add_grad(0, numpy.ones(1, numpy.float32))
+        opt.step()
+    except (zero_c.Error, ImportError, ValueError) as error:
+        assert "ZERO_C_ISA" in str(error), error
+        return False
+    return True
+
+
+def memory_and_traffic(stage, optimizer, dtype, shapes, bucket_mb, shared, round_counts, micro=1):
+    """memory() before, and traffic() of, a step after each number of synchronised backwards."""
+    run = scenario(optimizer=optimizer, shapes=shapes, dtypes=[dtype], stage=stage, bucket_mb=bucket_mb,
+                   shared_params=shared, steps=[{"rounds": [{"micro": micro}] * rounds} for rounds in round_counts])
+    comm = zero_c.init()
+    opt, _ = sharded(run, comm)
+    found = {"start": opt.traffic(), "memory": [], "traffic": []}
+    for number, rounds in enumerate(round_counts):
+        for turn in range(rounds):
+            for index in reversed(range(len(shapes))):
+                opt.add_grad(index, gradient(run, number, turn, comm.rank, index))
+            opt.end_backward()
+        found["memory"].append(opt.memory())
+        opt.step()
+        found["traffic"].append(opt.traffic())
+    return found

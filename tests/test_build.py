@@ -1,0 +1,146 @@
+"""What a build must be like: layers of the sources, exports, stubs, instruction sets."""
+
+import ast
+import inspect
+import platform
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zero_c
+from zero_c import _core
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+
+# Layer of each file, by the start of its name; the longest that fits counts.
+LAYERS = {
+    "zc_status": "words", "zc_dtype": "words",
+    "partition": "pure", "optim": "pure", "elem_update": "pure", "cpu_": "pure",
+    "shm_segment": "system", "shm_sync": "system", "cpu_threads": "system", "cpu_dispatch": "system",
+    "device.h": "interfaces", "comm.h": "interfaces",
+    "cpu_device": "backends", "shm_": "backends", "local_comm": "backends", "mem_": "backends", "comm.c": "backends",
+    "engine": "engine", "bucket": "engine",
+    "zero_c.h": "api", "zc_api": "api glue",
+    "py_": "python", "dlpack_abi.h": "python",
+}
+MAY_INCLUDE = {
+    "words": {"words"},
+    "pure": {"words", "pure"},
+    "system": {"words", "pure", "system"},
+    "interfaces": {"words", "pure", "interfaces"},
+    "backends": {"words", "pure", "system", "interfaces", "backends"},
+    "engine": {"words", "pure", "interfaces", "engine", "api"},
+    "api": {"words", "pure"},
+    "api glue": {"words", "pure", "interfaces", "engine", "api"},
+    "python": {"api", "python"},
+}
+# <...> lines: the engine and what is pure know the C library only, Python is for the glue, NumPy for one file of it.
+C_LIBRARY = {"assert.h", "errno.h", "float.h", "immintrin.h", "inttypes.h", "limits.h", "math.h", "stdarg.h", "stdatomic.h",
+             "stdbool.h", "stddef.h", "stdint.h", "stdio.h", "stdlib.h", "string.h"}
+C_LIBRARY_ONLY = {"words", "pure", "interfaces", "engine", "api"}
+SOURCES = sorted(CSRC.glob("*.[ch]"))
+
+
+def layer_of(name):
+    starts = [start for start in LAYERS if name.startswith(start)]
+    assert starts, f"csrc/{name} belongs to no layer; add it to LAYERS"
+    return LAYERS[max(starts, key=len)]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=[source.name for source in SOURCES])
+def test_includes_follow_the_layers(source):
+    layer = layer_of(source.name)
+    for kind, name in re.findall(r'^\s*#\s*include\s+(["<])([^">]+)[">]', source.read_text(), re.MULTILINE):
+        if kind == '"':
+            assert layer_of(name) in MAY_INCLUDE[layer], f"{source.name} ({layer}) includes {name} ({layer_of(name)})"
+        elif layer in C_LIBRARY_ONLY:
+            assert name in C_LIBRARY, f"{source.name} ({layer}) includes <{name}>"
+        elif "numpy" in name:
+            assert source.name == "py_dlpack.c", f"{source.name} includes <{name}>"
+        elif name in ("Python.h", "structmember.h"):
+            assert layer == "python", f"{source.name} includes <{name}>"
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module.split(".")[0]
+
+
+def test_torch_is_imported_in_one_place():
+    package = ROOT / "zero_c"
+    for path in package.rglob("*.py"):
+        if path.parent != package / "torch":
+            assert "torch" not in set(imports_of(path)), path
+    loaded = subprocess.run([sys.executable, "-c", "import sys, zero_c; print(sorted(sys.modules))"], capture_output=True,
+                            text=True, check=True, cwd=ROOT / "tests").stdout
+    assert "'torch'" not in loaded
+
+
+# ---- the built module ------------------------------------------------------
+
+
+def test_only_the_init_function_is_exported():
+    listed = subprocess.run(["nm", "-D", "--defined-only", _core.__file__], capture_output=True, text=True, check=True)
+    assert [line.split()[-1] for line in listed.stdout.splitlines()] == ["PyInit__core"]
+
+
+def stub_of(module):
+    return ast.parse((Path(zero_c.__file__).parent / f"{module}.pyi").read_text()).body
+
+
+def members_of(node):
+    return {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+
+
+def is_dunder(name):
+    return name.startswith("__") and name.endswith("__")
+
+
+def test_stub_names_what_the_module_has():
+    stub = {node.name for node in stub_of("_core") if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    assert stub == {name for name in vars(_core) if not is_dunder(name)}
+
+
+CLASSES = [node for node in stub_of("_core") if isinstance(node, ast.ClassDef) and not node.bases]
+
+
+@pytest.mark.parametrize("node", CLASSES, ids=[node.name for node in CLASSES])
+def test_stub_classes_have_the_members_of_the_module(node):
+    built = vars(getattr(_core, node.name))
+    stub = members_of(node)
+    assert {name for name in stub if not is_dunder(name)} == {name for name in built if not is_dunder(name)}
+    for name, item in stub.items():
+        assert name in built, f"{node.name}.{name}"
+        if getattr(built[name], "__text_signature__", None) and not is_dunder(name):
+            wanted = [argument.arg for argument in item.args.posonlyargs + item.args.args + item.args.kwonlyargs]
+            signature = inspect.signature(getattr(getattr(_core, node.name), name))
+            assert list(signature.parameters) == [name for name in wanted if name not in ("self", "cls")], name
+
+
+def test_package_stub_names_everything_public():
+    stub = {alias.asname or alias.name for node in stub_of("__init__") if isinstance(node, ast.ImportFrom)
+            for alias in node.names} | {"__version__"}
+    assert set(zero_c.__all__) <= stub
+    assert all(hasattr(zero_c, name) for name in zero_c.__all__)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these instruction sets are x86-64's")
+@pytest.mark.parametrize(("isa", "has", "has_not"), [("base", "%xmm", "%[yz]mm"), ("avx2", "%ymm", "%zmm"),
+                                                     ("avx512", "%zmm", None)])
+def test_kernels_use_their_instruction_set(isa, has, has_not, tmp_path):
+    setup = runpy.run_path(str(ROOT / "setup.py"), run_name="flags")
+    source, target = CSRC / f"cpu_kernels_{isa}.c", tmp_path / "kernels.o"
+    subprocess.run(["gcc", *setup["FLAGS"], *setup["X86_FLAGS"].get(source.name, []), "-c", source, "-o", target], check=True)
+    text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", target], capture_output=True, text=True, check=True).stdout
+    # The update of fp32 parameters divides and takes a square root of whole vectors.
+    for instruction in ("sqrtps", "divps", "mulps"):
+        assert re.search(rf"\bv?{instruction}\b.*{has}", text), f"{isa}: no {instruction} of {has}"
+    assert has_not is None or not re.search(has_not, text), f"{isa}: has {has_not}"

@@ -1,0 +1,108 @@
+"""The C tests: every tests/c/test_*.c, and the C example, plain and under sanitizers, each in its own process.
+
+Objects of the core are compiled once per set of flags and kept in build/ctest, so
+only what changed is compiled again.
+"""
+
+import hashlib
+import os
+import platform
+import runpy
+import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+BUILD = ROOT / "build" / "ctest"
+CC = os.environ.get("CC", "gcc")
+RUN_DEADLINE_S = 180
+
+SETUP = runpy.run_path(str(ROOT / "setup.py"), run_name="flags")
+FLAVOURS = {
+    "plain": [],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"],
+    "thread": ["-fsanitize=thread", "-fno-omit-frame-pointer", "-g"],
+}
+ENVIRONMENT = {
+    "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1",
+}
+
+CORE = sorted(path for path in CSRC.glob("*.c") if not path.name.startswith("py_"))
+PROGRAMS = sorted((ROOT / "tests" / "c").glob("test_*.c")) + [ROOT / "examples" / "two_threads.c"]
+
+
+def uses_threads(program):
+    return "pthread" in program.read_text()
+
+
+CASES = [(program, flavour) for program in PROGRAMS for flavour in FLAVOURS
+         if flavour != "thread" or uses_threads(program)]
+
+
+def flags_for(source, flavour):
+    isa = SETUP["X86_FLAGS"].get(source.name, []) if platform.machine() == "x86_64" else []
+    return [*SETUP["FLAGS"], f"-I{CSRC}", *FLAVOURS[flavour], *isa]
+
+
+def compile_object(source, flavour):
+    """The object of a source, made when the source, a header or the flags changed."""
+    flags = flags_for(source, flavour)
+    headers = sorted(CSRC.glob("*.h")) + sorted(source.parent.glob("*.h"))
+    state = hashlib.sha256(repr((CC, flags)).encode())
+    for path in [source, *headers]:
+        state.update(path.read_bytes())
+    target = BUILD / flavour / f"{source.stem}_{state.hexdigest()[:24]}.o"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for old in target.parent.glob(f"{source.stem}_{'?' * 24}.o"):
+            old.unlink()
+        made = subprocess.run([CC, *flags, "-c", source, "-o", f"{target}.part"], capture_output=True, text=True)
+        assert made.returncode == 0, made.stderr
+        assert "warning:" not in made.stderr, made.stderr
+        os.replace(f"{target}.part", target)
+    return target
+
+
+@pytest.fixture(scope="session")
+def core_objects():
+    """flavour -> objects of the core, compiled two at a time when first asked for."""
+    made = {}
+
+    def objects(flavour):
+        if flavour not in made:
+            with ThreadPoolExecutor(2) as pool:
+                made[flavour] = list(pool.map(lambda source: compile_object(source, flavour), CORE))
+        return made[flavour]
+
+    return objects
+
+
+def run(command, deadline_s):
+    """Runs a program in its own process group, which is gone afterwards."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               env={**os.environ, **ENVIRONMENT}, start_new_session=True, stdin=subprocess.DEVNULL)
+    try:
+        output, _ = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"not done after {deadline_s} s:\n{output}")
+    return process.returncode, output
+
+
+@pytest.mark.parametrize(("program", "flavour"), CASES, ids=[f"{program.stem}-{flavour}" for program, flavour in CASES])
+def test_program(program, flavour, core_objects):
+    objects = [compile_object(program, flavour), *core_objects(flavour)]
+    binary = BUILD / flavour / program.stem
+    linked = subprocess.run([CC, *FLAVOURS[flavour], "-pthread", *objects, "-lm", "-o", binary], capture_output=True,
+                            text=True)
+    assert linked.returncode == 0, linked.stderr
+    status, output = run([binary], RUN_DEADLINE_S)
+    assert status == 0, f"{binary.name} ended with status {status}:\n{output}"

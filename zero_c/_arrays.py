@@ -1,0 +1,292 @@
+"""ShardedOptimizer for arrays of any library that speaks DLPack: the engine with names, shapes and checks.
+
+    opt = zero_c.ShardedOptimizer([w, b], "adamw", lr=3e-4, stage=2)
+    for x, y in data:
+        for i, gradient in enumerate(gradients(w, b, x, y)):
+            opt.add_grad(i, gradient)
+        opt.step()                      # w and b have the new values
+"""
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy
+
+from zero_c import _init, _options
+from zero_c._core import Communicator, Engine, Error, as_array
+
+FLOATS = ("float32", "float64", "bfloat16", "float16")
+STAGES = (0, 1, 2)
+REDUCE_OPS = ("mean", "sum")
+
+
+class LastStep(NamedTuple):
+    """What the last step did."""
+
+    norm: float | None  # of the averaged, unscaled gradient before clipping; None where it was not needed
+    scale: float  # loss scale that the gradients carried
+    skipped: bool
+    nonfinite: int  # ranks that saw an infinity or NaN
+    steps: int  # that were not skipped, since construction
+    deterministic: bool
+
+
+class ShardedOptimizer:
+    """Optimizer state and gradients of `arrays` sharded over the ranks of `comm`. Collective.
+
+    arrays          arrays, (name, array) pairs, a dict name -> array, or a list of groups {"params": ..., "lr": ...};
+                    NumPy or anything with __dlpack__ on the CPU; float32, float64, float16 or bfloat16.
+                    All ranks continue from rank 0's values
+    optimizer       "adamw", "adam" or "sgd", with torch.optim's options and defaults
+    stage           0: nothing is sharded; 1: optimizer state; 2: and gradients
+    max_grad_norm   step() clips to it
+    loss_scale      factor that gradients carry; may be set again at any time
+    skip_nonfinite  an infinity or NaN on any rank skips the step on all; by default with a loss scale
+    reduce_op       "mean" or "sum" over ranks
+    bucket_mb       size of a reduction window
+    shared_params   parameters live once per host
+    in_place        the caller's arrays get the new values; otherwise only param(i) does
+    """
+
+    def __init__(self, arrays, optimizer="adamw", *, stage=2, max_grad_norm=None, loss_scale=None, skip_nonfinite=None,
+                 reduce_op="mean", bucket_mb=None, shared_params=False, comm=None, in_place=True, **options):
+        defaults = _options.resolve(optimizer, options)
+        _one_of("stage", stage, STAGES)
+        _one_of("reduce_op", reduce_op, REDUCE_OPS)
+        _positive("max_grad_norm", max_grad_norm, optional=True)
+        _positive("bucket_mb", bucket_mb, optional=True)
+        _flag("shared_params", shared_params)
+        _flag("in_place", in_place)
+        if skip_nonfinite is not None:
+            _flag("skip_nonfinite", skip_nonfinite)
+        if comm is not None and not isinstance(comm, Communicator):
+            raise TypeError(f"comm is a {type(comm).__name__}; it must be a zero_c.Communicator")
+        self.loss_scale = loss_scale
+        self.max_grad_norm = max_grad_norm
+        self._skip_nonfinite = skip_nonfinite
+        self._optimizer = optimizer
+        groups, members = _read_groups(arrays, optimizer, defaults)
+        self.param_groups = groups
+        self._names = [name for name, _, _ in members]
+        views = [as_array(array, in_place, name) for name, array, _ in members]
+        self._dtypes = [dtype for _, dtype in views]
+        self._shapes = [view.shape for view, _ in views]
+        for name, dtype in zip(self._names, self._dtypes):
+            if dtype not in FLOATS:
+                raise TypeError(f"{name} has dtype {dtype}; parameters must be one of {', '.join(FLOATS)}")
+        if in_place:
+            _check_apart(self._names, [view for view, _ in views])
+        self._in_place = [view for view, _ in views] if in_place else None
+        self.comm = comm if comm is not None else _init.init()
+        self._mean = reduce_op == "mean"
+        params = [(name, view.size, dtype, group, array) for (name, array, group), (view, dtype) in zip(members, views)]
+        config = {"bucket_bytes": max(1, int(bucket_mb * 2**20))} if bucket_mb is not None else {}
+        self._engine = Engine(self.comm, params, self._core_groups(), rule=optimizer, stage=stage, mean=self._mean,
+                              shared_params=shared_params, **config)
+        self._params = [self._engine.param(i).reshape(shape) for i, shape in enumerate(self._shapes)]
+        self._steps = 0
+        self._clip_norm = None
+        self.last_step = LastStep(None, self._scale(), False, 0, 0, True)
+        self._write_back()
+
+    def __len__(self):
+        return len(self._names)
+
+    # ---- gradients -------------------------------------------------------
+
+    def add_grad(self, i, gradient):
+        """The gradient of parameter i in this backward: its dtype and shape, any strides. The memory is free afterwards."""
+        i = self._index(i)
+        name = f"gradient of {self._names[i]}"
+        view, dtype = as_array(gradient, False, name) if not _is_bits(gradient, self._dtypes[i]) else (gradient, "bfloat16")
+        if dtype != self._dtypes[i]:
+            raise TypeError(f"{name} has dtype {dtype}; it must be {self._dtypes[i]}")
+        if view.shape != self._shapes[i]:
+            raise ValueError(f"{name} has shape {view.shape}; it must be {self._shapes[i]}")
+        self._engine.add_grad(i, view)
+
+    def end_backward(self):
+        """Ends a backward, so that another may be added before step(). Collective; step() implies it."""
+        self._engine.end_round()
+
+    def zero_grad(self, set_to_none=True):
+        """Forgets gradients that no step() has used. All ranks must call it."""
+        _flag("set_to_none", set_to_none)
+        if self._engine.round_open:
+            self._engine.abort_round()
+        self._engine.discard()
+
+    def clip_grad_norm_(self, max_norm, norm_type=2.0, error_if_nonfinite=False):
+        """The norm of all averaged gradients, on every rank; step() scales them to max_norm if it is larger. Collective."""
+        max_norm = _positive("max_norm", max_norm, infinite=True)
+        norm_type = _positive("norm_type", norm_type, infinite=True)
+        _flag("error_if_nonfinite", error_if_nonfinite)
+        self._close_round()
+        if error_if_nonfinite:
+            norm = self._engine.clip(math.inf, norm_type, self._scale())
+            if not math.isfinite(norm):
+                raise Error(f"the gradient's norm of order {norm_type:g} is {norm}; nothing was clipped")
+        self._clip_norm = self._engine.clip(max_norm, norm_type, self._scale())
+        return self._clip_norm
+
+    def grad(self, i):
+        """The averaged, unscaled gradient of parameter i, a new array at full shape: float32 (float64). Collective."""
+        i = self._index(i)
+        self._close_round()
+        factor = 1.0 / self._scale() / (self.comm.world_size if self._mean else 1)
+        return self._engine.read(i, "grad", factor).reshape(self._shapes[i])
+
+    # ---- the step --------------------------------------------------------
+
+    def step(self):
+        """Updates every parameter that had a gradient on some rank, and consumes the gradients. Collective."""
+        scale = self._scale()
+        skip = self._skip_nonfinite if self._skip_nonfinite is not None else self.loss_scale is not None
+        max_norm = _positive("max_grad_norm", self.max_grad_norm, optional=True)
+        groups = self._core_groups()
+        self._close_round()
+        norm, skipped, nonfinite = self._engine.step(groups, loss_scale=scale, max_norm=max_norm or 0.0, skip_nonfinite=skip)
+        self._steps += not skipped
+        self.last_step = LastStep(norm if max_norm else self._clip_norm, scale, skipped, nonfinite, self._steps, True)
+        self._clip_norm = None
+        if not skipped:
+            self._write_back()
+
+    # ---- looking in ------------------------------------------------------
+
+    def param(self, i):
+        """The engine's own view of parameter i, as step() writes it (bfloat16: its bits, as uint16)."""
+        return self._params[self._index(i)]
+
+    def param_dlpack(self, i):
+        """The same memory for other libraries: an object with __dlpack__."""
+        i = self._index(i)
+        strides = [stride // self._params[i].itemsize for stride in self._params[i].strides]
+        return self._engine.param_dlpack(i, self._shapes[i], strides)
+
+    def refresh(self, i=None):
+        """After param(i), or all of them, was written from outside: the exact values step() keeps follow."""
+        self._engine.refresh(None if i is None else self._index(i))
+
+    def state(self, i):
+        """This rank's part of parameter i's state: its step count, and name -> (flat view or None, begin, end)."""
+        i = self._index(i)
+        parts = {role: self._engine.state(i, role) for role in self._roles(i)}
+        return {"step": self._engine.step_count(i), **parts}
+
+    def full_state(self, i):
+        """Parameter i's state at full shape, new arrays. Collective."""
+        i = self._index(i)
+        whole = {role: self._engine.read(i, role).reshape(self._shapes[i]) for role in self._roles(i)}
+        return {"step": self._engine.step_count(i), **whole}
+
+    def memory(self):
+        """Bytes that this rank holds, by kind; memory shared by ranks of this host is counted 1/N."""
+        return self._engine.memory()
+
+    def traffic(self):
+        """Calls, payload in elements and bytes of each collective since the last call."""
+        return self._engine.traffic()
+
+    # ---- helpers ---------------------------------------------------------
+
+    def _index(self, i):
+        if isinstance(i, bool) or not isinstance(i, numbers.Integral):
+            raise TypeError(f"parameter index is {i!r}; it must be an integer")
+        if not 0 <= i < len(self._names):
+            raise IndexError(f"parameter index is {i}; legal are 0 to {len(self._names) - 1}")
+        return int(i)
+
+    def _scale(self):
+        return _positive("loss_scale", self.loss_scale, optional=True) or 1.0
+
+    def _core_groups(self):
+        return [_options.to_core(self._optimizer, group) for group in self.param_groups]
+
+    def _roles(self, i):
+        group = next(group for group in self.param_groups if i in group["params"])
+        if self._optimizer == "sgd":
+            return ("momentum_buffer",) if group["momentum"] else ()
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def _close_round(self):
+        if self._engine.round_open:
+            self._engine.end_round()
+
+    def _write_back(self):
+        if self._in_place is not None:
+            for array, param in zip(self._in_place, self._params):
+                numpy.copyto(array, param)
+
+
+# ---- arguments ---------------------------------------------------------------
+
+
+def _read_groups(arrays, optimizer, defaults):
+    """Groups with defaults filled in, and all parameters as (name, array, group number)."""
+    if isinstance(arrays, Mapping):
+        arrays = list(arrays.items())
+    if not isinstance(arrays, (list, tuple)):
+        raise TypeError(f"arrays is a {type(arrays).__name__}; it must be a list of arrays, (name, array) pairs or groups, "
+                        f"or a dict")
+    if not arrays:
+        raise ValueError("arrays is empty; there is nothing to optimize")
+    are_groups = [isinstance(entry, Mapping) for entry in arrays]
+    if any(are_groups) and not all(are_groups):
+        raise TypeError("arrays mixes groups and arrays; put the arrays into groups {'params': [...]}")
+    groups, members = [], []
+    for number, given in enumerate(arrays if all(are_groups) else [{"params": arrays}]):
+        if "params" not in given:
+            raise ValueError(f"group {number} has no 'params'")
+        options = {name: value for name, value in given.items() if name != "params"}
+        _options.check_names(optimizer, options)
+        group = {**defaults, **options}
+        _options.to_core(optimizer, group)
+        entries = given["params"].items() if isinstance(given["params"], Mapping) else given["params"]
+        first = len(members)
+        for entry in entries:
+            name, array = entry if isinstance(entry, tuple) and len(entry) == 2 else (f"arrays[{len(members)}]", entry)
+            if not isinstance(name, str):
+                raise TypeError(f"the name of parameter {len(members)} is {name!r}; it must be a string")
+            members.append((name, array, number))
+        groups.append({"params": list(range(first, len(members))), **group})
+    names = [name for name, _, _ in members]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{names.count(name)} parameters are named {name!r}; names must differ")
+    return groups, members
+
+
+def _check_apart(names, views):
+    """Arrays that are written may not share memory."""
+    spans = sorted((*numpy.lib.array_utils.byte_bounds(view), number) for number, view in enumerate(views) if view.size)
+    for (_, end, one), (begin, _, other) in zip(spans, spans[1:]):
+        if begin < end and numpy.shares_memory(views[one], views[other]):
+            raise ValueError(f"{names[one]} and {names[other]} share memory; give each array once")
+
+
+def _is_bits(array, dtype):
+    """uint16, in which NumPy holds bfloat16."""
+    return dtype == "bfloat16" and isinstance(array, numpy.ndarray) and array.dtype == numpy.uint16
+
+
+def _one_of(name, value, legal):
+    if isinstance(value, bool) or value not in legal:
+        raise ValueError(f"{name} is {value!r}; legal are {', '.join(map(repr, legal))}")
+
+
+def _flag(name, value):
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be True or False")
+
+
+def _positive(name, value, optional=False, infinite=False):
+    if optional and value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r}; it must be a number{' or None' if optional else ''}")
+    if not value > 0 or (value == math.inf and not infinite):
+        raise ValueError(f"{name} is {value}; it must be {'' if infinite else 'finite and '}above 0")
+    return float(value)

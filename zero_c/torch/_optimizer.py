@@ -1,0 +1,461 @@
+"""ShardedOptimizer: the engine behind the face of a torch optimizer."""
+
+import contextlib
+import types
+import warnings
+
+import numpy
+import torch
+
+import zero_c
+from zero_c import _core, _options
+
+from . import _agree, _arguments, _place, _state
+from ._scale import LossScale, is_positive
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose state, and from stage 2 on whose gradients, are shared out over the ranks.
+
+    params      a module, or tensors, (name, tensor) pairs or group dicts, as in torch.optim
+    module      with tensors or groups given: the module they belong to, for names, buffers and checks
+    optimizer   "adamw", "adam" or "sgd"; its arguments (lr, betas, eps, weight_decay, momentum, dampening, nesterov,
+                maximize, amsgrad) as in torch.optim
+    stage       0: everything on every rank; 1: optimizer state sharded; 2: gradients too
+    max_grad_norm   clip the averaged gradient to this 2-norm in step()
+    loss_scale  None, a number, or "dynamic"; multiply losses with opt.scale(loss)
+    skip_nonfinite  True: a step with an infinite or NaN gradient on any rank changes nothing; None: with a loss scale
+    reduce_op   "mean" or "sum" of the ranks' gradients
+    bucket_mb   size of a reduction window
+    shared_params   parameters live once per host
+    comm        a Communicator; by default that of zero_c.init()
+
+    The parameters' memory moves into the engine and stays there. After a backward `.grad` shows NaN: the engine
+    has the gradient (`opt.grad(p)`), and step() consumes it.
+    """
+
+    def __init__(self, params, *, module=None, optimizer="adamw", stage=2, max_grad_norm=None, loss_scale=None,
+                 skip_nonfinite=None, reduce_op="mean", bucket_mb=None, units=None, prefetch=1, weights=None, init=None,
+                 shared_params=False, deterministic=None, comm=None, **options):
+        self._built = False
+        self._comm = comm if comm is not None else zero_c.init()
+        if not isinstance(self._comm, zero_c.Communicator):
+            raise TypeError(f"comm is a {type(self._comm).__name__}; needed: a zero_c.Communicator")
+
+        def prepare():
+            check_settings(stage, max_grad_norm, skip_nonfinite, reduce_op, bucket_mb)
+            check_without_effect(units, prefetch, weights, init, deterministic)
+            defaults = _options.resolve(optimizer, options)
+            whole = params if isinstance(params, torch.nn.Module) else module
+            if module is not None and whole is params:
+                raise ValueError("module= is for tensors or groups; the first argument is a module already")
+            if whole is not None and not isinstance(whole, torch.nn.Module):
+                raise TypeError(f"module is a {type(whole).__name__}; needed: a torch.nn.Module")
+            scale = LossScale(loss_scale)
+            groups = _arguments.read_groups(params)
+            names = self._check(groups, defaults, optimizer, whole)
+            settings = {"stage": stage, "optimizer": optimizer, "max_grad_norm": max_grad_norm,
+                        "loss_scale": loss_scale, "skip_nonfinite": skip_nonfinite, "reduce_op": reduce_op,
+                        "bucket_mb": bucket_mb, "shared_params": bool(shared_params)}
+            lines = _agree.describe([{**defaults, **group} for group in groups], names, settings)
+            if whole is not None:
+                lines += [_agree.describe_tensor(f"buffer '{name}'", buffer) for name, buffer in whole.named_buffers()]
+            return lines, (defaults, groups, names, whole, scale)
+
+        defaults, groups, names, whole, self._scale = _agree.checked(
+            self._comm, "construction of ShardedOptimizer", prepare)
+        self._optimizer, self._stage, self._mean = optimizer, stage, reduce_op == "mean"
+        self._max_grad_norm, self._skip_nonfinite = max_grad_norm, skip_nonfinite
+        self._amp_scale = None      # inside a GradScaler's step: its scale
+        self._unscaled_by = None    # after its unscale_
+        self._clipped_norm = None   # after clip_grad_norm_: the norm it found
+        self.last_step = types.SimpleNamespace(norm=None, scale=self._scale.value, skipped=False, nonfinite=0, steps=0,
+                                               deterministic=True)
+        super().__init__(groups, defaults)
+        self._managed = []          # (name, parameter, its layout) by the engine's index
+        self._index = {}            # id(parameter) -> index; the parameters are kept alive by _managed
+        self._frozen = []           # (name, parameter, group)
+        self._kinds = [_state.roles_of(optimizer, group) for group in self.param_groups]
+        self._guards = _place.Guards()
+        self._places = _arguments.places(whole) if whole is not None else {}
+        self._buffers = {name: buffer for name, buffer in whole.named_buffers()} if whole is not None else {}
+        self._build(names, whole, {"stage": stage, "shared_params": bool(shared_params), "mean": self._mean,
+                                   **({"bucket_bytes": int(bucket_mb * 2**20)} if bucket_mb is not None else {})})
+        self._built = True
+
+    # ---- construction --------------------------------------------------------
+
+    def _check(self, groups, defaults, optimizer, module, first_group=0):
+        """Names of all parameters of the groups, which are as they must be."""
+        if module is not None:
+            _arguments.refuse_wrapped(module)
+        names = _arguments.name_all(groups, _arguments.named_tensors(module) if module is not None else {}, first_group)
+        _arguments.check_once(groups, names)
+        tensors = [tensor for group in groups for tensor in group["params"]]
+        for tensor in tensors:
+            _arguments.check_tensor(tensor, names[id(tensor)], is_active)
+        _arguments.check_apart(tensors, names)
+        for name, buffer in module.named_buffers() if module is not None else ():
+            _place.check_plain(buffer, name, "buffer")
+        for group in groups:
+            _options.to_core(optimizer, {**defaults, **group})
+        return names
+
+    def _build(self, names, module, config):
+        fresh = self._sort_in(names, enumerate(self.param_groups))
+        self._engine = _core.Engine(self._comm, self._engine_params(fresh), self._core_groups(), rule=self._optimizer,
+                                    **config)
+        self._hooks = _place.new_hooks(self._engine, self._managed)
+        self._take(fresh, 0)
+        others = [tensor for _, tensor, _ in self._frozen]
+        if module is not None:
+            known = set(self._index) | {id(tensor) for tensor in others}
+            others += [tensor for tensor in module.parameters() if id(tensor) not in known]
+            others += list(module.buffers())
+        _place.broadcast(self._comm, others)
+
+    def _sort_in(self, names, numbered_groups):
+        """Parameters of these groups, as (name, parameter, group): returns the trainable ones, keeps the frozen."""
+        fresh = []
+        for number, group in numbered_groups:
+            for tensor in group["params"]:
+                entry = (names[id(tensor)], tensor, number)
+                (fresh if tensor.requires_grad else self._frozen).append(entry)
+        return fresh
+
+    def _engine_params(self, entries):
+        return [(name, tensor.numel(), _arguments.DTYPES[tensor.dtype], group, None) for name, tensor, group in entries]
+
+    def _core_groups(self):
+        return [_options.to_core(self._optimizer, group) for group in self.param_groups]
+
+    def _take(self, entries, first):
+        """The engine has these parameters since now: moves them there."""
+        _place.load(self._engine, first, [tensor for _, tensor, _ in entries])
+        for index, (name, tensor, group) in enumerate(entries, first):
+            self._managed.append((name, tensor, _place.layout_of(tensor)))
+            self._index[id(tensor)] = index
+            _place.attach(self._hooks, self._guards, tensor, self._places.get(id(tensor)))
+            self.state[tensor] = _state.ParamState(self._engine, index, self._views(index, group))
+
+    def _views(self, index, group):
+        return _state.views(self._engine, index, _state.roles_of(self._optimizer, self.param_groups[group]))
+
+    def add_param_group(self, param_group):
+        """One more group, on all ranks together."""
+        if not self._built:  # called by torch.optim.Optimizer.__init__
+            return super().add_param_group(param_group)
+
+        def prepare():
+            group = _arguments.read_group(param_group)
+            number = len(self.param_groups)
+            names = self._check([group], self.defaults, self._optimizer, None, number)
+            for tensor in group["params"]:
+                if any(tensor is other for old in self.param_groups for other in old["params"]):
+                    raise ValueError(f"parameter '{names[id(tensor)]}' is in a group of this optimizer already")
+            return _agree.describe([{**self.defaults, **group}], names, {"groups so far": number}), (group, names)
+
+        group, names = _agree.checked(self._comm, "add_param_group", prepare)
+        self._settle()
+        number = len(self.param_groups)
+        if self.param_groups and "param_names" in self.param_groups[0]:
+            group.setdefault("param_names", [names[id(tensor)] for tensor in group["params"]])
+        elif self.param_groups:
+            group.pop("param_names", None)
+        super().add_param_group(group)
+        self._kinds.append(_state.roles_of(self._optimizer, group))
+        fresh = self._sort_in(names, [(number, self.param_groups[number])])
+        self._adopt(fresh)
+        _place.broadcast(self._comm, [tensor for _, tensor, at in self._frozen if at == number])
+
+    def _adopt(self, entries):
+        first = len(self._managed)
+        self._engine.add_params(self._engine_params(entries), self._core_groups())
+        if entries:
+            self._take(entries, first)
+
+    # ---- gradients -----------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Backwards inside leave gradients in .grad, where autograd adds them up until one outside, or step()."""
+        self._hooks.defer(True)
+        try:
+            yield
+        finally:
+            self._hooks.defer(False)
+
+    def zero_grad(self, set_to_none=True):
+        """Forgets all gradients: sums in the engine, and what is in .grad (which becomes None in either case)."""
+        self._hooks.forget()
+        self._unscaled_by = self._clipped_norm = None
+        for _, tensor, _ in self._frozen:
+            if tensor.grad is None:
+                continue
+            if set_to_none:
+                tensor.grad = None
+            else:
+                tensor.grad.zero_()
+
+    def scale(self, loss):
+        """The loss times the loss scale, for backward()."""
+        return loss if self._scale.setting is None else loss * self._scale.value
+
+    def clip_grad_norm_(self, max_norm, norm_type=2.0, error_if_nonfinite=False):
+        """Scales the averaged gradient to a norm of at most max_norm; returns its norm before. Collective."""
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        self._settle()
+        scale = self._loss_scale()
+        if error_if_nonfinite:
+            norm = self._engine.clip(float("inf"), norm_type, scale)
+            if not numpy.isfinite(norm):
+                raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {norm}, so they cannot be "
+                                   f"clipped; pass error_if_nonfinite=False to clip anyway")
+        norm = self._engine.clip(max_norm, norm_type, scale)
+        if norm_type == 2.0:
+            self._clipped_norm = norm
+        wide = any(tensor.dtype == torch.float64 for _, tensor, _ in self._managed)
+        return torch.tensor(norm, dtype=torch.float64 if wide else torch.float32)
+
+    def grad(self, p):
+        """The averaged gradient of a parameter at full shape, fp32 (fp64); None for a frozen one. Collective."""
+        index = self._find(p)
+        if index is None:
+            return None
+        self._settle()
+        factor = (1 / self._comm.world_size if self._mean else 1.0) / self._loss_scale()
+        return self._read(index, p, "grad", factor)
+
+    def _loss_scale(self):
+        if self._amp_scale is not None:
+            return self._amp_scale
+        return self._unscaled_by if self._unscaled_by is not None else self._scale.value
+
+    def _find(self, p):
+        """The engine's index of a parameter; None: frozen."""
+        if id(p) in self._index:
+            return self._index[id(p)]
+        if any(p is tensor for _, tensor, _ in self._frozen):
+            return None
+        raise ValueError(f"this tensor of shape {tuple(p.shape)} is not a parameter of the optimizer")
+
+    def _read(self, index, parameter, role, factor=1.0):
+        array = _place.as_tensor(self._engine.read(index, role, factor))
+        return array.as_strided(parameter.shape, parameter.stride()) if parameter.numel() else array.view(parameter.shape)
+
+    def _write(self, index, parameter, role, value):
+        wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        value = torch.as_tensor(value).detach().to("cpu", wide).expand(parameter.shape)
+        whole = torch.empty_strided(parameter.shape, _arguments.dense_strides(parameter), dtype=wide).copy_(value)
+        self._engine.write(index, role, _place.flat(whole, whole.stride()).numpy())
+
+    # ---- the step ------------------------------------------------------------
+
+    def step(self, closure=None):
+        """Updates all parameters that had a gradient on some rank. Collective."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._unscaled_by is not None and self._amp_scale is None:
+            raise zero_c.Error("gradients were unscaled by a GradScaler; call scaler.step(opt), not opt.step()")
+        self._settle()
+        amp = self._amp_scale is not None
+        skip = self._skip_nonfinite
+        if skip is None:
+            skip = amp or self._scale.setting is not None
+        scale = self._loss_scale()
+        norm, skipped, nonfinite = self._engine.step(
+            self._core_groups(), loss_scale=scale, max_norm=self._max_grad_norm or 0.0, want_norm=False,
+            skip_nonfinite=bool(skip))
+        self._hooks.consume()
+        last = self.last_step
+        last.norm = norm if self._max_grad_norm else self._clipped_norm
+        last.scale, last.skipped, last.nonfinite = scale, bool(skipped), int(nonfinite)
+        last.steps += not skipped
+        self._unscaled_by = self._clipped_norm = None
+        self._follow_options()
+        if skipped and not amp and not self._scale.dynamic:
+            warnings.warn(f"rank {self._comm.rank}: a step was skipped, because the gradient is infinite or NaN on "
+                          f"{nonfinite} ranks", RuntimeWarning, stacklevel=2)
+        if not amp and self._scale.after_step(skipped):
+            raise zero_c.Error(f"{self._scale.floored} steps in a row were skipped at the lowest loss scale, "
+                               f"{self._scale.FLOOR:g}: the gradients are infinite or NaN whatever the scale; the "
+                               f"model diverged or its data are bad")
+        return loss
+
+    def _settle(self):
+        """Before all that is collective: parameters are in place, nothing is left in .grad."""
+        found = self._hooks.check()
+        if found is not None:
+            name, parameter, _ = self._managed[found[0]]
+            raise zero_c.Error(_place.replaced(name) if found[1] == "replaced" else _place.moved(name, parameter))
+        self._adopt_unfrozen()
+        self._hooks.settle()
+        self._refresh_written()
+
+    def _refresh_written(self):
+        """Masters follow 16-bit parameters that somebody wrote in place."""
+        for index in self._hooks.written():
+            self._engine.refresh(index)
+
+    def _adopt_unfrozen(self):
+        """Frozen parameters that have a gradient now, on any rank, are trained from here on."""
+        if not self._frozen:
+            return
+        wanted = numpy.array([tensor.requires_grad and tensor.grad is not None for _, tensor, _ in self._frozen],
+                             numpy.uint8)
+        wanted = self._comm.all_gather(wanted).any(axis=0)
+        if not wanted.any():
+            return
+        entries = [entry for entry, take in zip(self._frozen, wanted, strict=True) if take]
+        for name, tensor, _ in entries:
+            if not tensor.requires_grad:
+                raise zero_c.Mismatch(f"parameter '{name}' has a gradient on another rank, but on rank "
+                                      f"{self._comm.rank} its requires_grad is False; freeze and unfreeze on all ranks")
+        self._frozen = [entry for entry, take in zip(self._frozen, wanted, strict=True) if not take]
+        self._adopt(entries)
+
+    def _follow_options(self):
+        """opt.state follows when the options of a group call for other state than before (amsgrad, momentum)."""
+        kinds = [_state.roles_of(self._optimizer, group) for group in self.param_groups]
+        if kinds != self._kinds:
+            self._kinds = kinds
+            for _, index, parameter, names in self._numbered():
+                self.state[parameter] = _state.ParamState(self._engine, index,
+                                                          _state.views(self._engine, index, names))
+
+    def _numbered(self):
+        """(number in torch's state dicts, engine's index, parameter, names of its state) of all trained parameters."""
+        found, number = [], 0
+        for group in self.param_groups:
+            names = _state.roles_of(self._optimizer, group)
+            for tensor in group["params"]:
+                if id(tensor) in self._index:
+                    found.append((number, self._index[id(tensor)], tensor, names))
+                number += 1
+        return found
+
+    @property
+    def _step_supports_amp_scaling(self):
+        # Asked by torch.amp.GradScaler.step, and by nobody else, before anything is done to the optimizer.
+        raise TypeError("torch.amp.GradScaler cannot unscale gradients that the engine holds, nor see an overflow on "
+                        "another rank: use zero_c.torch.GradScaler in its place, or loss_scale= of ShardedOptimizer")
+
+    @contextlib.contextmanager
+    def _scaled_by(self, scale):
+        """For GradScaler: the gradients carry this factor."""
+        if self._scale.setting is not None:
+            raise ValueError(f"the optimizer has loss_scale={self._scale.setting!r} already; use it or a GradScaler, "
+                             f"not both")
+        self._amp_scale = float(scale)
+        try:
+            yield
+        finally:
+            self._amp_scale = None
+
+    def _unscale(self, scale):
+        """For GradScaler.unscale_: whether any rank has an infinite or NaN gradient."""
+        with self._scaled_by(scale):
+            self._settle()
+            norm = self._engine.clip(float("inf"), 2.0, float(scale))
+        self._unscaled_by = float(scale)
+        return not numpy.isfinite(norm)
+
+    # ---- looking in ----------------------------------------------------------
+
+    def full_param(self, p):
+        """A copy of a parameter's value at full shape."""
+        self._find(p)
+        return p.detach().clone()
+
+    @contextlib.contextmanager
+    def gathered(self, *params, write=False):
+        """The parameters at full shape, as a list of tensors. With write, rank 0's changes reach all ranks."""
+        for p in params:
+            self._find(p)
+        before = [p._version for p in params]
+        yield [p.detach() for p in params]
+        if write:
+            _place.broadcast(self._comm, params)
+            for p in params:
+                if id(p) in self._index:
+                    self._engine.refresh(self._index[id(p)])
+            self._hooks.written()
+        elif any(p._version != version for p, version in zip(params, before, strict=True)):
+            raise zero_c.Error("parameters were written inside gathered(); pass write=True, so that the write reaches "
+                               "all ranks")
+
+    def sync_buffers(self):
+        """The module's buffers become rank 0's. Collective."""
+        _place.broadcast(self._comm, self._buffers.values())
+
+    def memory(self):
+        """Bytes that the engine holds on this rank, by kind."""
+        return self._engine.memory()
+
+    def traffic(self):
+        """Calls, payload and bytes of each kind of collective since the last call."""
+        return self._engine.traffic()
+
+    # ---- state dicts ---------------------------------------------------------
+
+    def state_dict(self):
+        """This rank's shards, for the same number of ranks and stage; local."""
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        state = _state.local_state(self)
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            state = hook(self, state) or state
+        return state
+
+    def full_state_dict(self):
+        """The whole state in torch.optim's form, on every rank. Collective."""
+        self._refresh_written()
+        return _state.full_state(self)
+
+    def load_state_dict(self, state_dict):
+        """What state_dict() or full_state_dict() gave, or the state dict of a plain torch optimizer."""
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        self._refresh_written()  # weights that were loaded before this must not displace masters later
+        _state.unpack_groups(self.param_groups, state_dict["param_groups"])
+        (_state.load_local if "zero_c" in state_dict else _state.load_full)(self, state_dict)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a ShardedOptimizer cannot be pickled or copied: it is tied to the processes of its "
+                        "communicator; save opt.state_dict() or opt.full_state_dict()")
+
+    def __deepcopy__(self, memo):
+        return self.__reduce_ex__(4)
+
+
+def is_active(hook):
+    return isinstance(hook, _core.GradHook) and hook.active
+
+
+def check_settings(stage, max_grad_norm, skip_nonfinite, reduce_op, bucket_mb):
+    if stage not in (0, 1, 2) or isinstance(stage, bool):
+        more = "; stage 3 is not in this version" if stage == 3 else ""
+        raise ValueError(f"stage is {stage!r}; legal: 0, 1, 2{more}")
+    if max_grad_norm is not None and not is_positive(max_grad_norm):
+        raise ValueError(f"max_grad_norm is {max_grad_norm!r}; legal: None, or a number above 0")
+    if skip_nonfinite not in (None, True, False):
+        raise ValueError(f"skip_nonfinite is {skip_nonfinite!r}; legal: None, True, False")
+    if reduce_op not in ("mean", "sum"):
+        raise ValueError(f"reduce_op is {reduce_op!r}; legal: 'mean', 'sum'")
+    if bucket_mb is not None and not is_positive(bucket_mb):
+        raise ValueError(f"bucket_mb is {bucket_mb!r}; legal: None, or a number above 0")
+
+
+def check_without_effect(units, prefetch, weights, init, deterministic):
+    """Options that would do nothing here are refused."""
+    for name, value, plain in (("units", units, None), ("prefetch", prefetch, 1), ("weights", weights, None),
+                               ("init", init, None)):
+        if value != plain:
+            raise ValueError(f"{name}={value!r} has an effect at stage 3 only; leave it out")
+    if deterministic is not None:
+        raise ValueError(f"deterministic={deterministic!r} has an effect on NCCL only (this backend always sums in "
+                         f"rank order); leave it out")

@@ -1,0 +1,132 @@
+"""Parameters move into the engine's memory, one by one, and gradients are routed to it."""
+
+import ctypes
+import functools
+import gc
+import math
+
+import numpy
+import torch
+
+import zero_c
+from zero_c import _core
+
+from ._arguments import dense_strides, overlaps_itself
+
+# DLPack's codes of the dtypes that the engine takes.
+CODES = {torch.float32: (2, 32), torch.float64: (2, 64), torch.float16: (2, 16), torch.bfloat16: (4, 16)}
+
+
+def flat(tensor, strides):
+    """The elements in the order in which they lie in memory, where the strides are its own; otherwise of a copy."""
+    values = tensor.detach()
+    if tensor.numel() and values.stride() != tuple(strides):
+        values = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(values)
+    return values.as_strided((tensor.numel(),), (1,))
+
+
+def load(engine, first, tensors):
+    """Copies values into the engine and makes each tensor a view of its memory; the old memory goes as this does."""
+    for index in reversed(range(len(tensors))):
+        tensor = tensors[index]
+        strides = dense_strides(tensor)
+        engine.load_param(first + index, flat(tensor, strides))
+        if tensor.numel():
+            tensor.data = torch.from_dlpack(engine.param_dlpack(first + index, tuple(tensor.shape), tuple(strides)))
+    engine.publish()
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # glibc: give freed pages back, so that two copies never stay resident
+        trim(0)
+
+
+def check_plain(tensor, name, what):
+    """A buffer or frozen parameter that can be broadcast."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        raise ValueError(f"{what} '{name}' is on '{tensor.device}' with layout {tensor.layout}; needed: dense, on 'cpu'")
+    if overlaps_itself(tensor):
+        raise ValueError(f"{what} '{name}' is expanded or overlaps itself (shape {tuple(tensor.shape)}, strides "
+                         f"{tensor.stride()}); register a clone()")
+
+
+def broadcast(comm, tensors):
+    """Every rank's tensors become rank 0's; a big one moves without a copy when its memory is one piece."""
+    for tensor in tensors:
+        if not tensor.numel() or comm.world_size == 1:
+            continue
+        values = tensor.detach()
+        strides = dense_strides(values)
+        whole = flat(values, strides)
+        comm.broadcast(whole.view(torch.uint8), 0)
+        if whole.data_ptr() != values.data_ptr():
+            values.copy_(torch.as_strided(whole, values.shape, strides))
+
+
+class Guards:
+    """NaN gradients of one element, expanded: what `.grad` shows while the engine holds the sums."""
+
+    def __init__(self):
+        self._made = {}
+
+    def of(self, tensor):
+        key = (tensor.shape, tensor.dtype)
+        if key not in self._made:
+            self._made[key] = torch.full((), math.nan, dtype=tensor.dtype).expand(tensor.shape)
+        return self._made[key]
+
+
+def new_hooks(engine, managed):
+    """The table of parameters in the core; `managed`: the growing list of (name, parameter, its layout_of)."""
+    return _core.Hooks(engine, torch.autograd.Variable._execution_engine.queue_callback,
+                       torch._C._current_autograd_node, describe, functools.partial(relayout, managed),
+                       getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
+
+
+def attach(hooks, guards, tensor, place):
+    """The next parameter of the table: from now on its gradients go to the engine."""
+    owner, key = place or (None, None)
+    before, after = hooks.add(tensor, guards.of(tensor), owner, key, tensor.dtype in (torch.bfloat16, torch.float16))
+    tensor.register_hook(before)
+    tensor.register_post_accumulate_grad_hook(after)
+
+
+def describe(tensor):
+    """What the core has to know of a tensor, where torch has no exchange table."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.dtype not in CODES:
+        raise BufferError("not a dense floating-point tensor on the CPU")
+    return (tensor.data_ptr(), *CODES[tensor.dtype], tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def relayout(managed, index, grad):
+    """A gradient that does not lie as its parameter does, copied so that it does."""
+    name, parameter, put = managed[index]
+    if layout_of(parameter) != put:
+        raise zero_c.Error(moved(name, parameter))
+    if grad.layout != torch.strided:
+        raise TypeError(f"parameter '{name}' got a gradient with layout {grad.layout}; only dense ones can be "
+                        f"reduced (for an embedding: sparse=False)")
+    if grad.shape != parameter.shape or grad.dtype != parameter.dtype or grad.device != parameter.device:
+        raise TypeError(f"parameter '{name}' ({tuple(parameter.shape)}, {parameter.dtype}, {parameter.device}) got a "
+                        f"gradient that is {tuple(grad.shape)}, {grad.dtype}, on {grad.device}; they must be alike")
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype).copy_(grad.detach())
+
+
+def layout_of(tensor):
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+
+
+def moved(name, parameter):
+    return (f"parameter '{name}' is not where the optimizer put it: it is now {tuple(parameter.shape)}, "
+            f"{parameter.dtype}, on {parameter.device}. Something replaced its memory (.to(), .half(), .data = ..., "
+            f"load_state_dict(assign=True)); change the module before building the optimizer, load with "
+            f"load_state_dict() and write in place, or build a new ShardedOptimizer")
+
+
+def replaced(name):
+    return (f"parameter '{name}' of the module is not the Parameter that the optimizer was built with: the module has "
+            f"another one in its place; build a new ShardedOptimizer, or copy the values into the old Parameter")
+
+
+def as_tensor(array):
+    """A NumPy array of the engine as a tensor over the same memory."""
+    return torch.from_numpy(numpy.asarray(array))

@@ -1,0 +1,151 @@
+"""Optimizer state as dicts: what torch shows in `opt.state`, local state dicts, and torch's own full form."""
+
+import torch
+
+import zero_c
+
+from ._place import as_tensor
+
+# torch's names of what the engine keeps for a parameter, by rule.
+ROLES = {"adamw": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+         "sgd": ("momentum_buffer",)}
+FORMAT = 1
+
+
+def roles_of(optimizer, group):
+    """The names of the state that a parameter of this group has."""
+    if optimizer == "sgd":
+        return ROLES["sgd"] if group["momentum"] else ()
+    return ROLES[optimizer] if group["amsgrad"] else ROLES[optimizer][:2]
+
+
+class ParamState(dict):
+    """State of one parameter on this rank: views of its shards, and "step", which is read when asked for."""
+
+    def __init__(self, engine, index, views):
+        super().__init__(views)
+        self._engine, self._index = engine, index
+        self._count()
+
+    def _count(self):
+        dict.__setitem__(self, "step", torch.tensor(float(self._engine.step_count(self._index))))
+
+    def __getitem__(self, key):
+        self._count()
+        return super().__getitem__(key)
+
+    def get(self, key, default=None):
+        self._count()
+        return super().get(key, default)
+
+    def items(self):
+        self._count()
+        return super().items()
+
+    def values(self):
+        self._count()
+        return super().values()
+
+    def __repr__(self):
+        self._count()
+        return super().__repr__()
+
+
+def views(engine, index, names):
+    """name -> this rank's part of the state; empty where it has none."""
+    found = {}
+    for name in names:
+        array, _, _ = engine.state(index, name)
+        found[name] = torch.empty(0) if array is None else as_tensor(array)
+    return found
+
+
+def pack_groups(param_groups):
+    """Groups with parameters as running numbers, as in torch's state dicts."""
+    packed, number = [], 0
+    for group in param_groups:
+        count = len(group["params"])
+        packed.append({**{key: value for key, value in group.items() if key != "params"},
+                       "params": list(range(number, number + count))})
+        number += count
+    return packed
+
+
+def unpack_groups(param_groups, saved):
+    """Takes the saved options of each group; parameters stay."""
+    if len(saved) != len(param_groups):
+        raise ValueError(f"the loaded state has {len(saved)} parameter groups, the optimizer has {len(param_groups)}")
+    for number, (group, other) in enumerate(zip(param_groups, saved, strict=True)):
+        if len(group["params"]) != len(other["params"]):
+            raise ValueError(f"group {number} of the loaded state has {len(other['params'])} parameters, the "
+                             f"optimizer's has {len(group['params'])}")
+    for group, other in zip(param_groups, saved, strict=True):
+        group.update({key: value for key, value in other.items() if key not in ("params", "param_names")})
+
+
+def local_state(opt):
+    """This rank's shards; no communication."""
+    state = {}
+    for number, index, _, names in opt._numbered():
+        entry = {"step": opt._engine.step_count(index)}
+        if opt._optimizer == "sgd":
+            entry["has_momentum"] = bool(opt._engine.has_momentum(index))
+        for name, view in views(opt._engine, index, names).items():
+            entry[name] = view.clone()
+        state[number] = entry
+    header = {"format": FORMAT, "rank": opt._comm.rank, "ranks": opt._comm.world_size, "stage": opt._stage,
+              "optimizer": opt._optimizer, "loss_scale": opt._scale.state_dict(), "steps": opt.last_step.steps}
+    return {"state": state, "param_groups": pack_groups(opt.param_groups), "zero_c": header}
+
+
+def load_local(opt, state):
+    header = state["zero_c"]
+    here = {"format": FORMAT, "rank": opt._comm.rank, "ranks": opt._comm.world_size, "stage": opt._stage,
+            "optimizer": opt._optimizer}
+    for key, value in here.items():
+        if header[key] != value:
+            raise zero_c.CheckpointError(f"this is the local state of {key} {header[key]}, and here {key} is {value}; "
+                                         f"between different ranks or stages use full_state_dict()")
+    numbered = opt._numbered()
+    for number, index, _, names in numbered:
+        saved = state["state"][number]
+        for name, view in views(opt._engine, index, names).items():
+            if name not in saved or saved[name].shape != view.shape:
+                raise zero_c.CheckpointError(f"parameter '{opt._managed[index][0]}': the loaded state has "
+                                             f"{name} {tuple(saved[name].shape) if name in saved else 'not at all'}, "
+                                             f"this rank's part is {tuple(view.shape)}")
+    for number, index, _, names in numbered:
+        saved = state["state"][number]
+        for name, view in views(opt._engine, index, names).items():
+            view.copy_(saved[name])
+        opt._engine.set_step_count(index, int(saved["step"]), bool(saved.get("has_momentum", False)))
+    opt._scale.load_state_dict(header["loss_scale"])
+    opt.last_step.steps = header["steps"]
+
+
+def full_state(opt):
+    """torch.optim's form, whole arrays on every rank; collective."""
+    state = {}
+    for number, index, parameter, names in opt._numbered():
+        steps = opt._engine.step_count(index)
+        if not steps:
+            continue  # as in torch: no state before the first step
+        entry = {"step": torch.tensor(float(steps))}
+        for name in names:
+            entry[name] = opt._read(index, parameter, name)
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            entry["master"] = opt._read(index, parameter, "master")
+        state[number] = entry
+    return {"state": state, "param_groups": pack_groups(opt.param_groups)}
+
+
+def load_full(opt, state):
+    """torch.optim's form, from here or from a plain torch optimizer (whose state has no masters)."""
+    for number, index, parameter, names in opt._numbered():
+        saved = state["state"].get(number, {})
+        for name in names:
+            value = saved.get(name)
+            opt._write(index, parameter, name, torch.zeros(()) if value is None else value)
+        if saved.get("master") is not None:
+            opt._write(index, parameter, "master", saved["master"])
+        opt._engine.set_step_count(index, int(saved.get("step", 0)), saved.get("momentum_buffer") is not None)

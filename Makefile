@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 PYTEST := $(VENV)/bin/pytest -q
-SOURCES := setup.py pyproject.toml $(wildcard csrc/*.c csrc/*.h zero_c/*.py zero_c/*/*.py zero_c/*.pyi zero_c/py.typed)
+# Python files are used where they lie; these ask for a new build.
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*.c csrc/*.h)
 
 .PHONY: help venv demo test long asan tsan bench lint clean
 
 help:
-	@echo "make venv    environment in $(VENV): pinned requirements, zero_c built from this source"
+	@echo "make venv    environment in $(VENV): pinned requirements, zero_c built in this folder"
 	@echo "make demo    train a small language model on two ranks and compare it with one"
 	@echo "make test    every test (what CI runs)"
 	@echo "make long    the tests that take minutes each"
@@ -28,7 +29,7 @@ $(VENV)/.installed: requirements.txt
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
-	$(RUN) -m pip install -q --no-deps --no-build-isolation --force-reinstall .
+	$(RUN) -m pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
 demo: venv
@@ -44,7 +45,8 @@ ASAN_LIB := build/asan
 asan: venv
 	$(PYTEST) tests/test_c.py -k "address"
 	ZERO_C_SANITIZE=address $(RUN) setup.py -q build --build-lib $(ASAN_LIB) --build-temp $(ASAN_LIB)-objects
-	LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(ASAN_LIB) \
+	LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
+		PYTHONPATH=$(ASAN_LIB) \
 		$(PYTEST) tests/test_dlpack.py tests/test_numpy_api.py
 
 tsan: venv
@@ -57,4 +59,5 @@ lint: venv
 	$(PYTEST) tests/test_build.py
 
 clean:
-	rm -rf build dist *.egg-info zero_c/*.so zero_c/__pycache__ tests/__pycache__ .pytest_cache .hypothesis
+	rm -rf build dist *.egg-info zero_c/*.so $(VENV)/.built .pytest_cache .hypothesis
+	find zero_c tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +

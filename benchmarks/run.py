@@ -161,7 +161,7 @@ def main():
     parser.add_argument("--no-native", dest="native", action="store_false", help="leave out the C benchmarks")
     parser.add_argument("--no-bf16", dest="bf16", action="store_false", help="leave out the memory of a bf16 model")
     parser.add_argument("--quick", action="store_true", help="one round of two steps: shows that everything works")
-    parser.add_argument("--name", default=socket.gethostname(), help="results/NAME.json and results/NAME.md")
+    parser.add_argument("--name", default="latest", help="results/NAME.json and results/NAME.md")
     args = parser.parse_args()
     for given, known in ((args.peers, PEERS), (args.workloads, WORKLOADS)):
         if unknown := [name for name in given if name not in known]:

@@ -11,7 +11,8 @@ import gc  # noqa: E402
 import resource  # noqa: E402
 import time  # noqa: E402
 
-HOOK_SAMPLES = 16       # memory samples inside one backward
+MEMORY_STEPS = 6
+HOOK_SAMPLES = 4        # in each one's backward, at other parameters each time: more would hold the ranks up unevenly
 
 
 def pss():
@@ -48,11 +49,11 @@ class Peak:
             if now - base > self.high[i]:
                 self.high[i], self.where[i] = now - base, where
 
-    def hook(self, model):
-        """Samples after some of the parameters' gradients are finished; returns what removes the hooks."""
-        params = [p for p in model.parameters() if p.requires_grad]
-        every = max(1, len(params) // HOOK_SAMPLES)
-        return [p.register_post_accumulate_grad_hook(lambda _: self.sample("backward")) for p in params[::every]]
+    def hook(self, params, turn):
+        """Samples after some of the parameters' gradients are finished, others in each turn; returns the hooks."""
+        stride = max(1, len(params) // HOOK_SAMPLES)
+        chosen = params[turn * stride // MEMORY_STEPS::stride]
+        return [p.register_post_accumulate_grad_hook(lambda _: self.sample("backward")) for p in chosen]
 
 
 def train():
@@ -114,12 +115,14 @@ def train():
              zip((*machine_seconds(), time.process_time(), time.perf_counter()), whole)]
 
     if JOB["memory"]:       # untimed: reading Pss walks the page tables
-        hooks = peak.hook(model)
-        for i in range(JOB["warm_up"] + JOB["steps"], JOB["warm_up"] + JOB["steps"] + 3):
+        params = [p for p in model.parameters() if p.requires_grad]
+        for turn in range(MEMORY_STEPS):
+            hooks = peak.hook(params, turn)
+            batch = workload.batch(JOB["warm_up"] + JOB["steps"] + turn, RANK)
             dist.barrier()
-            losses.append(step(module, opt, workload.batch(i, RANK), peak.sample))
-        for hook in hooks:
-            hook.remove()
+            losses.append(step(module, opt, batch, peak.sample))
+            for hook in hooks:
+                hook.remove()
         trim()
     after = pss()
     dist.barrier()

@@ -287,7 +287,9 @@ void zc_engine_abort_round(zc_engine *engine)
 
 zc_status zc_engine_discard(zc_engine *engine, size_t index)
 {
-    ZC_TRY(round_settle(engine));
+    zc_status settled = round_settle(engine);
+    if (settled != ZC_OK && !(settled == ZC_ESTATE && index == SIZE_MAX)) /* lost sums that nobody wants any more */
+        return settled;
     if (index != SIZE_MAX && index >= engine->param_count)
         return zc_fail(ZC_EINVAL, "parameter %zu of %zu", index, engine->param_count);
     if (engine->round_open)

@@ -6,21 +6,6 @@
  */
 #include "engine.h"
 
-/* This rank's part of a parameter: [begin, end) of the space, and where it starts in shard space. */
-static partition_range owned_part(const zc_engine *engine, const engine_param *param, const engine_space *space,
-                                  size_t *shard_begin)
-{
-    size_t end = param->offset + param->elems;
-    if (engine->config.stage == 0) {
-        *shard_begin = param->offset;
-        return (partition_range){param->offset, end};
-    }
-    size_t first = 0;
-    partition_range shard = partition_owned(&space->plan, engine->rank, param->offset, end, &first);
-    *shard_begin = shard.begin;
-    return (partition_range){first, first + (shard.end - shard.begin)};
-}
-
 static void *role_array(const engine_space *space, zc_role role)
 {
     switch (role) {
@@ -31,7 +16,7 @@ static void *role_array(const engine_space *space, zc_role role)
     case ZC_ROLE_MAX_EXP_AVG_SQ:
         return space->vmax;
     case ZC_ROLE_MASTER:
-        return space->dtype == ZC_FLOAT16 ? space->master : NULL;
+        return space->master;
     default:
         return NULL;
     }
@@ -46,24 +31,52 @@ static zc_status check_index(const zc_engine *engine, size_t index, zc_role role
     return ZC_OK;
 }
 
-zc_status zc_engine_state(zc_engine *engine, size_t index, zc_role role, void **memory, size_t *begin, size_t *end)
+/* One run of a parameter's elements that this rank has state for. */
+typedef struct owned_run {
+    size_t begin, end; /* in the space */
+    size_t state;      /* where it is in the state arrays */
+} owned_run;
+
+/* The run in bucket b; empty ones have begin >= end. At stage 0 a rank has state for the whole bucket. */
+static owned_run run_in_bucket(const zc_engine *engine, const engine_space *space, const engine_param *param, size_t b)
+{
+    size_t end = param->offset + param->elems;
+    partition_range own = partition_slice(&space->plan, b, engine->rank);
+    size_t state = partition_shard_offset(&space->plan, b);
+    if (engine->config.stage == 0) {
+        own = partition_bucket(&space->plan, b);
+        state = own.begin;
+    }
+    owned_run run = {param->offset > own.begin ? param->offset : own.begin, end < own.end ? end : own.end, 0};
+    run.state = state + (run.begin - own.begin);
+    return run;
+}
+
+/*
+ * A parameter that leaves a bucket fills this rank's slice of it to the end, and
+ * begins its slice of the next: its runs lie one behind the other.
+ */
+zc_status zc_engine_state(zc_engine *engine, size_t index, zc_role role, void **memory, size_t *elems, zc_dtype *dtype)
 {
     *memory = NULL;
-    *begin = *end = 0;
+    *elems = 0;
+    *dtype = ZC_FLOAT32;
     ZC_TRY(check_index(engine, index, role));
     const engine_param *param = &engine->params[index];
     const engine_space *space = &engine->spaces[param->space];
     void *array = role_array(space, role);
-    size_t shard_begin;
-    if (!param->elems)
+    *dtype = role == ZC_ROLE_MASTER && space->dtype == ZC_BFLOAT16 ? ZC_BFLOAT16 : space->sum_dtype;
+    if (!param->elems || !array)
         return ZC_OK;
-    partition_range part = owned_part(engine, param, space, &shard_begin);
-    *begin = part.begin - param->offset;
-    *end = part.end - param->offset;
-    if (*begin >= *end)
-        *begin = *end = 0;
-    else
-        *memory = engine_at(array, shard_begin, space->sum_bytes);
+    size_t last = partition_bucket_of(&space->plan, param->offset + param->elems - 1);
+    for (size_t b = partition_bucket_of(&space->plan, param->offset); b <= last; b++) {
+        owned_run run = run_in_bucket(engine, space, param, b);
+        if (run.begin >= run.end)
+            continue;
+        if (!*memory)
+            *memory = engine_at(array, run.state, zc_dtype_bytes(*dtype));
+        *elems += run.end - run.begin;
+    }
     return ZC_OK;
 }
 
@@ -85,7 +98,7 @@ static zc_status read_run(zc_engine *engine, engine_space *space, size_t b, size
                              (const char *)sums + (begin - own.begin) * space->sum_bytes, bytes);
     }
     if (role != ZC_ROLE_MASTER || space->dtype == ZC_FLOAT16) {
-        void *array = role_array(space, role);
+        void *array = role_array(space, role); /* fp32 (fp64) */
         if (!array)
             return ZC_OK; /* never used: zeros */
         return ops->download(engine->device, engine->stream, to, engine_at(array, state, space->sum_bytes), bytes);
@@ -140,46 +153,52 @@ zc_status zc_engine_read(zc_engine *engine, size_t index, zc_role role, double s
     return ZC_OK;
 }
 
-zc_status zc_engine_write(zc_engine *engine, size_t index, zc_role role, const void *from)
+/* The remainders of bf16 masters; the parameter's own bits are not touched. */
+static zc_status write_remainders(zc_engine *engine, engine_space *space, size_t state, const char *from, size_t count)
 {
-    const device_ops *ops = engine->device->ops;
-    ZC_TRY(check_index(engine, index, role));
-    if (role == ZC_ROLE_GRAD)
-        return zc_fail(ZC_EINVAL, "gradients cannot be written; add them with a backward");
-    engine_param *param = &engine->params[index];
-    engine_space *space = &engine->spaces[param->space];
-    size_t shard_begin;
-    if (!param->elems)
-        return ZC_OK;
-    partition_range part = owned_part(engine, param, space, &shard_begin);
-    size_t count = part.end > part.begin ? part.end - part.begin : 0;
-    const char *source = (const char *)from + (part.begin - param->offset) * space->sum_bytes;
-    if (!count)
-        return ZC_OK;
-    if (role != ZC_ROLE_MASTER) {
-        void *array = role_array(space, role);
-        if (!array)
-            return zc_fail(ZC_ESTATE, "%s keeps no array for role %d with these options; set the option (momentum, "
-                           "amsgrad) before loading", engine_param_name(engine, index), (int)role);
-        return ops->upload(engine->device, engine->stream, engine_at(array, shard_begin, space->sum_bytes), source,
-                           count * space->sum_bytes);
-    }
-    if (space->dtype == ZC_FLOAT16)
-        return ops->upload(engine->device, engine->stream, engine_at(space->master, shard_begin, 4), source,
-                           count * 4);
-    if (space->dtype != ZC_BFLOAT16)
-        return zc_fail(ZC_EINVAL, "%s is %s and has no master; write the parameter itself",
-                       engine_param_name(engine, index), zc_dtype_name(space->dtype));
     for (size_t k = 0; k < count; k += 256) {
         uint16_t half;
         int16_t rest[256];
         size_t n = count - k < 256 ? count - k : 256;
         for (size_t j = 0; j < n; j++) {
             float value;
-            memcpy(&value, source + 4 * (k + j), sizeof value);
+            memcpy(&value, from + 4 * (k + j), sizeof value);
             zc_master_split(value, &half, &rest[j]);
         }
-        ZC_TRY(ops->upload(engine->device, engine->stream, engine_at(space->master, shard_begin + k, 2), rest, 2 * n));
+        ZC_TRY(engine->device->ops->upload(engine->device, engine->stream, engine_at(space->master, state + k, 2), rest,
+                                           2 * n));
+    }
+    return ZC_OK;
+}
+
+zc_status zc_engine_write(zc_engine *engine, size_t index, zc_role role, const void *from)
+{
+    ZC_TRY(check_index(engine, index, role));
+    if (role == ZC_ROLE_GRAD)
+        return zc_fail(ZC_EINVAL, "gradients cannot be written; add them with a backward");
+    engine_param *param = &engine->params[index];
+    engine_space *space = &engine->spaces[param->space];
+    void *array = role_array(space, role);
+    if (!param->elems)
+        return ZC_OK;
+    if (!array && role == ZC_ROLE_MASTER)
+        return zc_fail(ZC_EINVAL, "%s is %s and has no master; write the parameter itself",
+                       engine_param_name(engine, index), zc_dtype_name(space->dtype));
+    if (!array)
+        return zc_fail(ZC_ESTATE, "%s keeps no array for role %d with these options; set the option (momentum, "
+                       "amsgrad) before loading", engine_param_name(engine, index), (int)role);
+    size_t last = partition_bucket_of(&space->plan, param->offset + param->elems - 1);
+    for (size_t b = partition_bucket_of(&space->plan, param->offset); b <= last; b++) {
+        owned_run run = run_in_bucket(engine, space, param, b);
+        const char *source = (const char *)from + (run.begin - param->offset) * space->sum_bytes;
+        if (run.begin >= run.end)
+            continue;
+        if (role == ZC_ROLE_MASTER && space->dtype == ZC_BFLOAT16)
+            ZC_TRY(write_remainders(engine, space, run.state, source, run.end - run.begin));
+        else
+            ZC_TRY(engine->device->ops->upload(engine->device, engine->stream,
+                                               engine_at(array, run.state, space->sum_bytes), source,
+                                               (run.end - run.begin) * space->sum_bytes));
     }
     return ZC_OK;
 }

@@ -37,9 +37,9 @@ static char *half_of(const mem_group *group, size_t q)
 
 static void combine(void *to, const void *const *in, size_t ranks, size_t count, zc_dtype dtype, comm_op op)
 {
-    mem_float_mode mode = mem_float_begin();
+    unsigned long mode = cpu_mode_enter();
     cpu_kernels_get()->combine(to, in, ranks, count, dtype, (cpu_op)op);
-    mem_float_end(mode);
+    cpu_mode_leave(mode);
 }
 
 /* in[q] = rank q's half, `offset_bytes` into it. */

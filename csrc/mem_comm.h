@@ -334,39 +334,4 @@ zc_status mem_array_all_gather(zc_comm *comm, const void *from, void *to, size_t
 zc_status mem_array_broadcast(zc_comm *comm, void *array, size_t bytes, size_t root);
 zc_status mem_barrier(zc_comm *comm);
 
-/* ---- floating-point mode ---------------------------------------------- */
-
-/* Kernels run with default rounding and denormals kept, whatever the caller has set. */
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-typedef unsigned mem_float_mode;
-static inline mem_float_mode mem_float_begin(void)
-{
-    unsigned mode = _mm_getcsr();
-    _mm_setcsr(0x1f80);
-    return mode;
-}
-static inline void mem_float_end(mem_float_mode mode)
-{
-    _mm_setcsr(mode);
-}
-#elif defined(__aarch64__)
-typedef uint64_t mem_float_mode;
-static inline mem_float_mode mem_float_begin(void)
-{
-    uint64_t mode;
-    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
-    __asm__ volatile("msr fpcr, %0" ::"r"((uint64_t)0));
-    return mode;
-}
-static inline void mem_float_end(mem_float_mode mode)
-{
-    __asm__ volatile("msr fpcr, %0" ::"r"(mode));
-}
-#else
-typedef int mem_float_mode;
-static inline mem_float_mode mem_float_begin(void) { return 0; }
-static inline void mem_float_end(mem_float_mode mode) { (void)mode; }
-#endif
-
 #endif

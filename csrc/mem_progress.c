@@ -182,9 +182,9 @@ static void reduce(mem_op *op)
     }
     if (op->own && !op->desc.zero)
         in[me] = op->own;
-    mem_float_mode mode = mem_float_begin();
+    unsigned long mode = cpu_mode_enter();
     uint32_t flags = cpu_kernels_get()->reduce(op->to, in, ranks, (size_t)op->desc.count, dtype, op->accumulate);
-    mem_float_end(mode);
+    cpu_mode_leave(mode);
     if (op->flags)
         *op->flags |= flags;
 }

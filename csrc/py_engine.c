@@ -237,8 +237,8 @@ PyDoc_STRVAR(clip_doc,
              "clip(max_norm, norm_type=2.0, loss_scale=1.0)\n--\n\nThe norm of the averaged gradient, which the next "
              "step scales to max_norm.");
 PyDoc_STRVAR(state_doc,
-             "state(i, role)\n--\n\n(array or None, begin, end): this rank's part of an array of parameter i, and which "
-             "elements it holds. role: 'grad', 'exp_avg', 'momentum_buffer', 'exp_avg_sq', 'max_exp_avg_sq', 'master'.");
+             "state(i, role)\n--\n\nThis rank's part of an array of parameter i: the elements it owns, in order; None if "
+             "there is none. A bfloat16 parameter's master is its 16-bit remainder. role: 'grad', 'exp_avg', 'momentum_buffer', 'exp_avg_sq', 'max_exp_avg_sq', 'master'.");
 PyDoc_STRVAR(read_doc,
              "read(i, role, scale=1.0)\n--\n\nThe whole array, flat, on every rank; all ranks must call it.");
 PyDoc_STRVAR(discard_doc,

@@ -87,8 +87,9 @@ static int read_index_and_role(py_engine *self, PyObject *number, const char *na
 
 PyObject *py_engine_state(py_engine *self, PyObject *args)
 {
-    size_t index, begin = 0, end = 0;
+    size_t index, elems = 0;
     void *memory = NULL;
+    zc_dtype dtype = ZC_FLOAT32;
     const char *name;
     PyObject *number;
     zc_role role;
@@ -96,13 +97,12 @@ PyObject *py_engine_state(py_engine *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "Os:state", &number, &name) || read_index_and_role(self, number, name, &index, &role)
         || py_engine_lock_local(self))
         return NULL;
-    zc_status status = zc_engine_state(self->engine, index, role, &memory, &begin, &end);
+    zc_status status = zc_engine_state(self->engine, index, role, &memory, &elems, &dtype);
     PyObject *done = py_engine_finish(self, status);
     if (!done || !memory)
-        return done ? Py_BuildValue("(Nnn)", done, (Py_ssize_t)begin, (Py_ssize_t)end) : NULL;
+        return done;
     Py_DECREF(done);
-    PyObject *view = py_array_over(memory, end - begin, zc_dtype_sum(self->params[index].dtype), (PyObject *)self);
-    return view ? Py_BuildValue("(Nnn)", view, (Py_ssize_t)begin, (Py_ssize_t)end) : NULL;
+    return py_array_over(memory, elems, dtype, (PyObject *)self);
 }
 
 PyObject *py_engine_read(py_engine *self, PyObject *args)

@@ -207,9 +207,11 @@ typedef enum zc_role {
     ZC_ROLE_MASTER = 4      /* fp32 value of a 16-bit parameter */
 } zc_role;
 
-/* This rank's part of a parameter's state: *memory (NULL if there is none, or for roles GRAD and MASTER of bf16),
- * elements [*begin, *end) of the parameter in storage order. Valid until destroy. */
-zc_status zc_engine_state(zc_engine *engine, size_t index, zc_role role, void **memory, size_t *begin, size_t *end);
+/* This rank's part of a parameter's state: *elems elements at *memory (NULL if there is none; never for GRAD), those
+ * it owns, in ascending order. *dtype: fp32 (fp64); bfloat16 for the master of a bf16 parameter, of which only the
+ * 16-bit remainder is kept (raw bits). Valid until destroy. */
+zc_status zc_engine_state(zc_engine *engine, size_t index, zc_role role, void **memory, size_t *elems,
+                          zc_dtype *dtype);
 /* Collective: the whole array, elems elements of fp32 (fp64), on every rank. scale multiplies (GRAD only). */
 zc_status zc_engine_read(zc_engine *engine, size_t index, zc_role role, double scale, void *to);
 /* Local: this rank's part is taken from a whole array as zc_engine_read gives it. Not for GRAD. */

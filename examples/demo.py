@@ -196,7 +196,7 @@ def draw(rows, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=300, help="the same for every run, so that losses compare")
+    parser.add_argument("--steps", type=int, default=240, help="the same for every run, so that losses compare")
     parser.add_argument("--out", type=pathlib.Path, default=HERE.parent / "demo_out")
     args = parser.parse_args()
     missing = [name for name in ("torch", "matplotlib", "zero_c") if importlib.util.find_spec(name) is None]

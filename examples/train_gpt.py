@@ -17,7 +17,7 @@ from meter import Meter
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=2, help="0 shards nothing, 1 optimizer state, 2 gradients too")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--log", help="write one JSON line a step to LOG.<rank>.jsonl instead of printing")
     return parser.parse_args()
 

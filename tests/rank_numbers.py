@@ -53,10 +53,10 @@ def play(scenario):
             if not last or (gave and comm.rank % 2):
                 opt.end_backward()
         seen = {}
-        if "clip" in this:
-            seen["clip"] = opt.clip_grad_norm_(this["clip"])
         if this.get("look"):
             seen["grads"] = [opt.grad(index) for index in range(count)]
+        if "clip" in this:
+            seen["clip"] = opt.clip_grad_norm_(this["clip"])
         opt.step()
         norm = opt.last_step.norm if this.get("max_norm") else None
         steps.append(seen | {"norm": norm, "skipped": bool(opt.last_step.skipped),

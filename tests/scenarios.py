@@ -35,7 +35,8 @@ OPTIMIZERS = {
 
 
 def narrow(values, dtype):
-    return f32_to_bf16(values) if dtype == "bfloat16" else numpy.asarray(values).astype(dtype)
+    values = numpy.asarray(values)
+    return f32_to_bf16(values).reshape(values.shape) if dtype == "bfloat16" else values.astype(dtype)
 
 
 def widen(values, dtype):
@@ -102,6 +103,10 @@ def reference_run(scenario, ranks):
     opt = ReferenceOptimizer(initial_values(scenario), ranks, scenario["optimizer"], by_group,
                              skip_nonfinite=scenario.get("skip_nonfinite", False),
                              reduce_op=scenario.get("reduce_op", "mean"))
+    def shaped(arrays):  # the reference may turn a 0-d array into one of one element
+        return [numpy.reshape(array, param["shape"])
+                for array, param in zip(arrays, scenario["params"], strict=True)]
+
     steps = []
     with numpy.errstate(all="ignore"):
         for number, this in enumerate(scenario["steps"]):
@@ -112,14 +117,15 @@ def reference_run(scenario, ranks):
                 opt.accumulate([[gradient(scenario, number, turn, rank, index)
                                  for index in range(len(scenario["params"]))] for rank in range(ranks)])
             seen = {}
+            if this.get("look"):
+                seen["grads"] = shaped([opt.averaged(index) for index in range(len(scenario["params"]))])
             if "clip" in this:
                 seen["clip"] = opt.clip_grad_norm(this["clip"])
-            if this.get("look"):
-                seen["grads"] = [opt.averaged(index) for index in range(len(scenario["params"]))]
             opt.step()
             steps.append(seen | {"norm": opt.norm if this.get("max_norm") else None, "skipped": opt.skipped,
                                  "nonfinite": bool(opt.nonfinite)})
-    return {"steps": steps, "params": opt.params, "masters": opt.masters,
+
+    return {"steps": steps, "params": shaped(opt.params), "masters": shaped(opt.masters),
             "state": [_whole_state(scenario, index, state) for index, state in enumerate(opt.state)],
             "counts": [state["step"] for state in opt.state]}
 
@@ -131,7 +137,8 @@ def _whole_state(scenario, index, state):
     names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(options.get("amsgrad"))
     if scenario["optimizer"] == "sgd":
         names = ["momentum_buffer"] * bool(options.get("momentum"))
-    return {name: state.get(name, numpy.zeros(param["shape"], sum_type(param["dtype"]))) for name in names}
+    zeros = numpy.zeros(param["shape"], sum_type(param["dtype"]))
+    return {name: numpy.reshape(state.get(name, zeros), param["shape"]) for name in names}
 
 
 def digest(value):
@@ -147,7 +154,7 @@ def digest(value):
             sha.update(b"[")
             for each in item:
                 add(each)
-        elif isinstance(item, (numpy.ndarray, numpy.floating, float)):
+        elif isinstance(item, (numpy.ndarray, numpy.generic, float)):
             array = numpy.array(item)
             sha.update(f"{array.dtype}{array.shape}".encode())
             if array.dtype.kind == "f":

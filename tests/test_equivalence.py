@@ -154,6 +154,13 @@ def test_large_and_many_parameters(groups, n):
                       for shared in (False, True)], deadline=600)
 
 
+def test_a_rank_without_gradients_takes_part_in_its_rounds(groups):
+    """end_backward() on a rank that gave nothing: its next gradients belong to the next round, as on its peers."""
+    for silent in (0, 1):
+        steps = [{"rounds": [{"unused": {str(silent): [0, 1, 2]}}, {}, {}]}]
+        check(groups(2), ways(seed=80, shapes=[[70], [], [300]], steps=steps))
+
+
 # ---- any scenario at all ---------------------------------------------------
 
 
@@ -173,7 +180,11 @@ def _scenarios(draw, n):
                            max_size=8))
     steps = []
     for _ in range(draw(st.integers(1, 4))):
-        step = {"rounds": draw(st.lists(_rounds(n, len(shapes)), min_size=0, max_size=3)),
+        rounds = draw(st.lists(_rounds(n, len(shapes)), min_size=0, max_size=3))
+        for this in rounds[:-1]:  # a rank that gives nothing is a case of its own, below
+            for rank, unused in this["unused"].items():
+                this["unused"][rank] = unused[:len(shapes) - 1]
+        step = {"rounds": rounds,
                 "loss_scale": draw(st.sampled_from([1.0, 1.0, 4.0, 3.0])), "look": draw(st.booleans())}
         if draw(st.booleans()):
             step["max_norm"] = draw(st.sampled_from([0.1, 1.0, 1e9]))

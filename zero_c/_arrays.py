@@ -171,7 +171,7 @@ class ShardedOptimizer:
         self._engine.refresh(None if i is None else self._index(i))
 
     def state(self, i):
-        """This rank's part of parameter i's state: its step count, and name -> (flat view or None, begin, end)."""
+        """This rank's part of parameter i's state: its step count, and name -> flat view of the elements it owns (None: none)."""
         i = self._index(i)
         parts = {role: self._engine.state(i, role) for role in self._roles(i)}
         return {"step": self._engine.step_count(i), **parts}

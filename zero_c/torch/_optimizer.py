@@ -290,8 +290,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if found is not None:
             name, parameter, _ = self._managed[found[0]]
             raise zero_c.Error(_place.replaced(name) if found[1] == "replaced" else _place.moved(name, parameter))
-        self._adopt_unfrozen()
         self._hooks.settle()
+        self._adopt_unfrozen()
         self._refresh_written()
 
     def _refresh_written(self):
@@ -305,6 +305,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         wanted = numpy.array([tensor.requires_grad and tensor.grad is not None for _, tensor, _ in self._frozen],
                              numpy.uint8)
+        self._engine.sync("step")  # a rank may still be at the end of a backward that another took no part in
         wanted = self._comm.all_gather(wanted).any(axis=0)
         if not wanted.any():
             return
@@ -315,6 +316,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                                       f"{self._comm.rank} its requires_grad is False; freeze and unfreeze on all ranks")
         self._frozen = [entry for entry, take in zip(self._frozen, wanted, strict=True) if not take]
         self._adopt(entries)
+        self._hooks.settle()  # their gradients make a round of their own
 
     def _follow_options(self):
         """opt.state follows when the options of a group call for other state than before (amsgrad, momentum)."""
@@ -401,7 +403,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ---- state dicts ---------------------------------------------------------
 
     def state_dict(self):
-        """This rank's shards, for the same number of ranks and stage; local."""
+        """This rank's shards, masters included, for the same ranks, stage and bucket size; local.
+
+        Load the module's weights before it: masters follow weights that are loaded later.
+        """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         state = _state.local_state(self)

@@ -55,7 +55,7 @@ def views(engine, index, names):
     """name -> this rank's part of the state; empty where it has none."""
     found = {}
     for name in names:
-        array, _, _ = engine.state(index, name)
+        array = engine.state(index, name)
         found[name] = torch.empty(0) if array is None else as_tensor(array)
     return found
 
@@ -83,40 +83,48 @@ def unpack_groups(param_groups, saved):
         group.update({key: value for key, value in other.items() if key not in ("params", "param_names")})
 
 
+def kept(parameter, names):
+    """Names of all that the engine keeps for a parameter: its state and, for 16-bit types, its master."""
+    return (*names, "master") if parameter.dtype in (torch.bfloat16, torch.float16) else names
+
+
+def layout(opt):
+    """What a local state is tied to: shards of another layout hold other elements."""
+    return {"format": FORMAT, "rank": opt._comm.rank, "ranks": opt._comm.world_size, "stage": opt._stage,
+            "buckets": opt._engine.plan()["buckets"], "optimizer": opt._optimizer}
+
+
 def local_state(opt):
     """This rank's shards; no communication."""
     state = {}
-    for number, index, _, names in opt._numbered():
+    for number, index, parameter, names in opt._numbered():
         entry = {"step": opt._engine.step_count(index)}
         if opt._optimizer == "sgd":
             entry["has_momentum"] = bool(opt._engine.has_momentum(index))
-        for name, view in views(opt._engine, index, names).items():
+        for name, view in views(opt._engine, index, kept(parameter, names)).items():
             entry[name] = view.clone()
         state[number] = entry
-    header = {"format": FORMAT, "rank": opt._comm.rank, "ranks": opt._comm.world_size, "stage": opt._stage,
-              "optimizer": opt._optimizer, "loss_scale": opt._scale.state_dict(), "steps": opt.last_step.steps}
+    header = {**layout(opt), "loss_scale": opt._scale.state_dict(), "steps": opt.last_step.steps}
     return {"state": state, "param_groups": pack_groups(opt.param_groups), "zero_c": header}
 
 
 def load_local(opt, state):
     header = state["zero_c"]
-    here = {"format": FORMAT, "rank": opt._comm.rank, "ranks": opt._comm.world_size, "stage": opt._stage,
-            "optimizer": opt._optimizer}
-    for key, value in here.items():
+    for key, value in layout(opt).items():
         if header[key] != value:
             raise zero_c.CheckpointError(f"this is the local state of {key} {header[key]}, and here {key} is {value}; "
-                                         f"between different ranks or stages use full_state_dict()")
+                                         f"between different ranks, stages or bucket sizes use full_state_dict()")
     numbered = opt._numbered()
-    for number, index, _, names in numbered:
+    for number, index, parameter, names in numbered:
         saved = state["state"][number]
-        for name, view in views(opt._engine, index, names).items():
+        for name, view in views(opt._engine, index, kept(parameter, names)).items():
             if name not in saved or saved[name].shape != view.shape:
                 raise zero_c.CheckpointError(f"parameter '{opt._managed[index][0]}': the loaded state has "
                                              f"{name} {tuple(saved[name].shape) if name in saved else 'not at all'}, "
                                              f"this rank's part is {tuple(view.shape)}")
-    for number, index, _, names in numbered:
+    for number, index, parameter, names in numbered:
         saved = state["state"][number]
-        for name, view in views(opt._engine, index, names).items():
+        for name, view in views(opt._engine, index, kept(parameter, names)).items():
             view.copy_(saved[name])
         opt._engine.set_step_count(index, int(saved["step"]), bool(saved.get("has_momentum", False)))
     opt._scale.load_state_dict(header["loss_scale"])

@@ -18,9 +18,12 @@
  * optimizer's backward, or not training at all, or have other gradients first.
  * A round that waited in vain waits no more, and makes the next ones wait less.
  *
- * Where a rank's own contribution goes.  In the first round after a step, when
- * nothing has to be added, its own slice of a bucket is copied straight to
- * where the sum will be: it is read once by the reduction and never moved.
+ * Where a rank's own contribution is.  Peers never read this rank's own slice of
+ * a bucket, so it need not be in the window.  If one gradient covers it, and its
+ * owner can wait, the reduction reads it where autograd left it ("lent"), and the
+ * gradient is held until that is done.  Otherwise, in the first round after a
+ * step, when nothing has to be added, it is copied straight to where the sum
+ * will be; in later rounds, into the window.
  *
  * Order of posting.  Any order, unless sums pass through the small scratch ring
  * of 16-bit stage 1: then the buckets of a space are posted in plan order, so
@@ -80,6 +83,7 @@ void bucket_begin_round(zc_engine *engine)
             space->buckets[b].state = BUCKET_OPEN;
             space->buckets[b].missing = space->buckets[b].parts;
             space->buckets[b].has_data = 0;
+            space->buckets[b].lent = NULL;
         }
         space->low = space->next_post = 0;
     }
@@ -104,7 +108,9 @@ static zc_status post(zc_engine *engine, engine_space *space, size_t b)
         .zero = !bucket->has_data,
         .flags = engine->flags,
     };
-    if (own_goes_home(engine, space) && bucket->has_data)
+    if (bucket->lent)
+        args.own = bucket->lent;
+    else if (own_goes_home(engine, space) && bucket->has_data)
         args.own = args.to;
     ZC_TRY(comm_reduce_scatter(space->channel, engine->stream, &args, &bucket->ticket));
     bucket->state = BUCKET_POSTED;
@@ -154,6 +160,36 @@ static zc_status post_ready(zc_engine *engine, engine_space *space, size_t b)
     return ZC_OK;
 }
 
+static int delivered(const engine_space *space, const engine_param *param)
+{
+    return param->next_bucket > partition_bucket_of(&space->plan, param->extent - 1);
+}
+
+/* A held gradient is not needed any more. */
+static zc_status let_go(zc_engine *engine, engine_space *space, engine_param *param)
+{
+    size_t bytes = param->elems * space->elem_bytes;
+    if (param->own_copy) {
+        engine->device->ops->free(engine->device, param->owner, bytes);
+    } else {
+        if (engine->released_count == engine->released_room) {
+            size_t room = engine->released_room ? 2 * engine->released_room : 64;
+            void **more = zc_realloc(engine->released, room * sizeof *more);
+            if (!more)
+                return zc_fail(ZC_ENOMEM, "no memory to hand back %zu gradients", room);
+            engine->released = more;
+            engine->released_room = room;
+        }
+        engine->released[engine->released_count++] = param->owner;
+    }
+    engine->held_bytes -= bytes;
+    param->owner = NULL;
+    param->own_copy = 0;
+    param->grad = NULL;
+    space->held--;
+    return ZC_OK;
+}
+
 /* The reduction of bucket b is over. */
 static zc_status settle(zc_engine *engine, engine_space *space, size_t b)
 {
@@ -163,7 +199,11 @@ static zc_status settle(zc_engine *engine, engine_space *space, size_t b)
                                          partition_shard_elems(&space->plan, b) * space->sum_bytes));
     space->buckets[b].state = BUCKET_DONE;
     space->in_flight--;
-    return ZC_OK;
+    if (!space->buckets[b].lent)
+        return ZC_OK;
+    engine_param *param = &engine->params[space->buckets[b].lender];
+    space->buckets[b].lent = NULL;
+    return --param->lent == 0 && delivered(space, param) && param->owner ? let_go(engine, space, param) : ZC_OK;
 }
 
 static zc_status advance_low(zc_engine *engine, engine_space *space)
@@ -190,7 +230,10 @@ static int has_room(const zc_engine *engine, const engine_space *space, size_t b
 
 /* ---- copying -------------------------------------------------------------- */
 
-/* Elements [begin, end) of the space get `from` (zeros if NULL), wherever in bucket b they belong. */
+/*
+ * Elements [begin, end) of the space get `from` (zeros if NULL), wherever in
+ * bucket b they belong; a lent slice stays where it is.
+ */
 static zc_status fill(zc_engine *engine, engine_space *space, size_t b, size_t begin, size_t end, const char *from)
 {
     const device_ops *ops = engine->device->ops;
@@ -198,23 +241,24 @@ static zc_status fill(zc_engine *engine, engine_space *space, size_t b, size_t b
     partition_range own = partition_slice(&space->plan, b, engine->rank);
     char *window = window_of(engine, space, b);
     size_t bytes = space->elem_bytes;
-    if (!own_goes_home(engine, space))
+    const void *lent = space->buckets[b].lent;
+    if (!lent && !own_goes_home(engine, space))
         own.begin = own.end = end;
     while (begin < end) {
         size_t stop = end;
         char *to = window + (begin - bucket.begin) * bytes;
         if (begin >= own.begin && begin < own.end) {
-            to = (char *)home_of(engine, space, b) + (begin - own.begin) * bytes;
+            to = lent ? NULL : (char *)home_of(engine, space, b) + (begin - own.begin) * bytes;
             stop = own.end < end ? own.end : end;
         } else if (begin < own.begin) {
             stop = own.begin < end ? own.begin : end;
         }
-        if (from) {
+        if (to && from)
             ZC_TRY(ops->copy(engine->device, engine->stream, to, from, (stop - begin) * bytes));
-            from += (stop - begin) * bytes;
-        } else {
+        else if (to)
             ZC_TRY(ops->zero(engine->device, engine->stream, to, (stop - begin) * bytes));
-        }
+        if (from)
+            from += (stop - begin) * bytes;
         begin = stop;
     }
     return ZC_OK;
@@ -260,7 +304,22 @@ static zc_status wait_for_room(zc_engine *engine, engine_space *space, size_t b)
     return ZC_OK;
 }
 
-zc_status bucket_deliver(zc_engine *engine, engine_param *param, int may_wait)
+/* The gradient stays where it is for the reduction of this rank's slice of bucket b, if it covers it. */
+static void lend(zc_engine *engine, engine_space *space, size_t b, engine_param *param)
+{
+    partition_range own = partition_slice(&space->plan, b, engine->rank);
+    if (own.begin < param->offset || own.end > param->offset + param->elems || raw_sums(engine, space))
+        return;
+    space->buckets[b].lent = (const char *)param->grad + (own.begin - param->offset) * space->elem_bytes;
+    space->buckets[b].lender = (size_t)(param - engine->params);
+    param->lent++;
+}
+
+/*
+ * Copies what fits of a parameter's gradient; posts buckets that became
+ * complete.  may_lend: the gradient's memory stays as long as the engine wants.
+ */
+static zc_status deliver(zc_engine *engine, engine_param *param, int may_wait, int may_lend)
 {
     engine_space *space = &engine->spaces[param->space];
     size_t last = partition_bucket_of(&space->plan, param->extent - 1);
@@ -272,41 +331,13 @@ zc_status bucket_deliver(zc_engine *engine, engine_param *param, int may_wait)
             ZC_TRY(wait_for_room(engine, space, b));
         if (!has_room(engine, space, b))
             break;
+        if (may_lend)
+            lend(engine, space, b, param);
         ZC_TRY(fill_part(engine, space, b, param, param->grad));
         space->buckets[b].has_data = 1;
         param->next_bucket++;
         ZC_TRY(part_arrived(engine, space, b));
     }
-    return ZC_OK;
-}
-
-static int delivered(const engine_space *space, const engine_param *param)
-{
-    return param->next_bucket > partition_bucket_of(&space->plan, param->extent - 1);
-}
-
-/* A held gradient is not needed any more. */
-static zc_status let_go(zc_engine *engine, engine_space *space, engine_param *param)
-{
-    size_t bytes = param->elems * space->elem_bytes;
-    if (param->own_copy) {
-        engine->device->ops->free(engine->device, param->owner, bytes);
-    } else {
-        if (engine->released_count == engine->released_room) {
-            size_t room = engine->released_room ? 2 * engine->released_room : 64;
-            void **more = zc_realloc(engine->released, room * sizeof *more);
-            if (!more)
-                return zc_fail(ZC_ENOMEM, "no memory to hand back %zu gradients", room);
-            engine->released = more;
-            engine->released_room = room;
-        }
-        engine->released[engine->released_count++] = param->owner;
-    }
-    engine->held_bytes -= bytes;
-    param->owner = NULL;
-    param->own_copy = 0;
-    param->grad = NULL;
-    space->held--;
     return ZC_OK;
 }
 
@@ -321,12 +352,15 @@ zc_status bucket_progress(zc_engine *engine, engine_space *space)
         return ZC_OK;
     if (space->scratch)
         ZC_TRY(post_ready(engine, space, space->next_post));
-    for (size_t k = 0; space->held && k < space->order_count; k++) {
+    for (size_t k = 0; space->waiting && k < space->order_count; k++) {
         engine_param *param = &engine->params[space->order[k]];
-        if (!param->owner)
+        if (!param->owner || delivered(space, param))
             continue;
-        ZC_TRY(bucket_deliver(engine, param, 0));
-        if (delivered(space, param))
+        ZC_TRY(deliver(engine, param, 0, 1));
+        if (!delivered(space, param))
+            continue;
+        space->waiting--;
+        if (!param->lent && param->owner)
             ZC_TRY(let_go(engine, space, param));
     }
     return ZC_OK;
@@ -334,6 +368,7 @@ zc_status bucket_progress(zc_engine *engine, engine_space *space)
 
 /* ---- gradients come in ------------------------------------------------------ */
 
+/* owner NULL: the memory is only there during the call. */
 static zc_status accept(zc_engine *engine, size_t index, const void *grad, void *owner, int *outcome)
 {
     if (index >= engine->param_count)
@@ -352,13 +387,14 @@ static zc_status accept(zc_engine *engine, size_t index, const void *grad, void 
         return ZC_OK;
     param->grad = grad;
     param->next_bucket = partition_bucket_of(&space->plan, param->offset);
-    ZC_TRY(bucket_deliver(engine, param, 1));
-    if (delivered(space, param)) {
+    ZC_TRY(deliver(engine, param, 1, owner != NULL));
+    if (delivered(space, param) && !param->lent) {
         param->grad = NULL;
     } else {
-        param->owner = owner;
+        param->owner = owner ? owner : engine;
         engine->held_bytes += param->elems * space->elem_bytes;
         space->held++;
+        space->waiting += !delivered(space, param);
         *outcome = ZC_GRAD_HELD;
     }
     return ZC_OK;
@@ -389,6 +425,7 @@ static zc_status keep_copy(zc_engine *engine, engine_param *param)
     param->owner = NULL;
     param->grad = NULL;
     space->held--;
+    space->waiting--;
     engine->held_bytes -= bytes;
     zc_engine_abort_round(engine); /* half a gradient is in the sums: they cannot be used */
     return status;
@@ -397,7 +434,7 @@ static zc_status keep_copy(zc_engine *engine, engine_param *param)
 zc_status zc_engine_add_grad(zc_engine *engine, size_t index, const void *grad)
 {
     int outcome = ZC_GRAD_TAKEN;
-    ZC_TRY(accept(engine, index, grad, engine, &outcome));
+    ZC_TRY(accept(engine, index, grad, NULL, &outcome));
     if (outcome == ZC_GRAD_HELD)
         ZC_TRY(keep_copy(engine, &engine->params[index]));
     return bucket_progress(engine, &engine->spaces[engine->params[index].space]);
@@ -485,6 +522,7 @@ zc_status bucket_flush(zc_engine *engine, unsigned char *const *masks, const voi
         for (size_t k = 0; space->held && k < space->order_count; k++)
             if (engine->params[space->order[k]].owner)
                 ZC_TRY(let_go(engine, space, &engine->params[space->order[k]]));
+        space->waiting = 0;
     }
     return ZC_OK;
 }

@@ -34,7 +34,7 @@
 #include "partition.h"
 #include "zero_c.h"
 
-#define ENGINE_PATIENCE_NS 1000000000ull /* most that a round waits for room before it holds gradients back */
+#define ENGINE_PATIENCE_NS 250000000ull /* most that a round waits for room before it holds gradients back */
 #define ENGINE_SCRATCH_SLOTS 4u            /* 16-bit stage 1: reductions in flight */
 
 enum { CONTROL_TAG_MEET, CONTROL_TAG_STATS, CONTROL_TAGS };
@@ -56,6 +56,8 @@ typedef struct engine_bucket {
     uint32_t missing;   /* of these, not yet copied in this round */
     uint32_t first_part;/* index into the space's `order` of the first of them */
     int has_data;       /* some gradient was copied; otherwise it counts as zeros */
+    const void *lent;   /* this rank's slice, where a gradient lies that covers it; NULL: it was copied */
+    size_t lender;      /* the parameter */
     comm_ticket ticket;
 } engine_bucket;
 
@@ -69,8 +71,9 @@ typedef struct engine_param {
     size_t extent;        /* end of its padded extent in the space */
     int arrived;          /* had a gradient in the open round */
     int used;             /* had one since the last step, on this rank */
-    const void *grad;     /* held back, until `next_bucket` has passed its last one */
+    const void *grad;     /* held: until `next_bucket` has passed its last one and nothing of it is lent */
     size_t next_bucket;
+    size_t lent;          /* buckets whose reduction reads it */
     void *owner;
     int own_copy;         /* `grad` is a copy the engine made, to be freed by it */
 } engine_param;
@@ -94,7 +97,8 @@ typedef struct engine_space {
     size_t low;               /* all buckets before it are DONE in this round */
     size_t next_post;         /* with scratch: the next to be posted */
     size_t in_flight;         /* buckets POSTED */
-    size_t held;              /* parameters held back */
+    size_t held;              /* parameters whose gradient is held, lent or waiting */
+    size_t waiting;           /* of them, those with a bucket that had no room yet */
 
     size_t *order;            /* engine indices of its non-empty parameters, by offset */
     size_t order_count;
@@ -190,9 +194,6 @@ const char *engine_param_name(const zc_engine *engine, size_t index);
 /* ---- bucket.c: one round's data path ---------------------------------- */
 
 void bucket_begin_round(zc_engine *engine);
-
-/* Copies what fits of a parameter's gradient; posts buckets that became complete. */
-zc_status bucket_deliver(zc_engine *engine, engine_param *param, int may_wait);
 
 /* Takes note of reductions that are done, and uses the room for held gradients. */
 zc_status bucket_progress(zc_engine *engine, engine_space *space);

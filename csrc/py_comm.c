@@ -16,7 +16,7 @@ typedef struct py_comm {
     zc_comm *comm;      /* NULL: not opened, or closed and unused */
     size_t local_rank;
     int closed;         /* close() was called */
-    long users;         /* calls inside it and engines on it; guarded by the GIL */
+    long users;         /* calls inside it; guarded by the GIL */
     PyObject *weak_references;
 } py_comm;
 

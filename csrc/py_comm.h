@@ -1,8 +1,8 @@
 /*
  * What engines need of a Communicator object.
  *
- * Its zc_comm is closed when close() was called and nobody uses it any more: no
- * call is inside it, and no engine stands on it.
+ * Its zc_comm is closed when close() was called and no call is inside it.  Engines
+ * on it may live longer: their memory stays, and their collective calls fail.
  */
 #ifndef PY_COMM_H
 #define PY_COMM_H

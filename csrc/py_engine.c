@@ -137,13 +137,14 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     if (py_param_list_read(params, 0, &list) || !(groups = py_engine_groups(groups_object, &group_count))
         || py_engine_reserve(self, list.count))
         goto fail;
-    zc_comm *comm = py_comm_enter(comm_object); /* left in engine_dealloc */
+    zc_comm *comm = py_comm_enter(comm_object);
     if (!comm)
         goto fail;
     self->comm = Py_NewRef(comm_object);
     Py_BEGIN_ALLOW_THREADS
     status = zc_engine_create(comm, &config, list.params, list.count, groups, group_count, &self->engine);
     Py_END_ALLOW_THREADS
+    py_comm_leave(comm_object); /* what the engine has of it stays valid after close() */
     if (status != ZC_OK) {
         py_raise(state, status);
         goto fail;
@@ -159,19 +160,29 @@ fail:
     return NULL;
 }
 
+/* Gradients that the engine holds may be read by a reduction until it is gone; then their owners go. */
+static void drop_engine(py_engine *self)
+{
+    PyObject *owner, *owners = PyList_New(0);
+
+    if (self->engine)
+        zc_engine_drop_held(self->engine);
+    while (self->engine && owners && (owner = zc_engine_take_released(self->engine))) {
+        if (PyList_Append(owners, owner) < 0)
+            PyErr_Clear(); /* no memory: the gradient goes a moment early, or not at all */
+        Py_DECREF(owner);
+    }
+    zc_engine_destroy(self->engine);
+    Py_XDECREF(owners);
+}
+
 static void engine_dealloc(py_engine *self)
 {
     PyTypeObject *type = Py_TYPE(self);
 
     if (self->weak_references)
         PyObject_ClearWeakRefs((PyObject *)self);
-    if (self->engine) {
-        zc_engine_drop_held(self->engine);
-        py_engine_drop_released(self);
-    }
-    zc_engine_destroy(self->engine);
-    if (self->comm)
-        py_comm_leave(self->comm);
+    drop_engine(self);
     Py_XDECREF(self->comm);
     if (self->lock)
         PyThread_free_lock(self->lock);

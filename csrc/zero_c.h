@@ -154,7 +154,8 @@ int zc_engine_has_grad(const zc_engine *engine, size_t index);
 int zc_engine_round_open(const zc_engine *engine);
 /* The next held gradient that the engine has finished with, or NULL. */
 void *zc_engine_take_released(zc_engine *engine);
-/* Local: gives up all held gradients, so that take_released returns their owners. Before destroy. */
+/* Local: gives up all held gradients, so that take_released returns their owners, whose memory must stay until the
+ * engine is destroyed: nothing else may follow. */
 void zc_engine_drop_held(zc_engine *engine);
 /*
  * Collective: ends the round; afterwards sums are complete on all ranks. `late`

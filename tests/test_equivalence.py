@@ -21,11 +21,10 @@ BUCKETS_MB = (1e-6, 0.001, 0.003, 1.0)
 SIZES = (1, 2, 3, 4, 7)
 ISAS = ("base", "avx2", "avx512")
 
-for _name, _examples in (("small", 10), ("default", 40), ("ci", 150), ("long", 2000)):
-    settings.register_profile(_name, max_examples=_examples, deadline=None, derandomize=_name != "long",
-                              suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-                              print_blob=True)
-settings.load_profile(os.environ.get("ZERO_C_TEST_PROFILE", "default"))
+EXAMPLES = {"small": 10, "default": 40, "ci": 150, "long": 2000}
+PROFILE = os.environ.get("ZERO_C_TEST_PROFILE", "default")
+ANY_SCENARIO = settings(max_examples=EXAMPLES[PROFILE], deadline=None, derandomize=PROFILE != "long", database=None,
+                        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], print_blob=True)
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +205,7 @@ def _scenarios(draw, n):
 
 @pytest.mark.parametrize("n", (1, 2, 3, 4))
 def test_any_scenario(groups, n):
+    @ANY_SCENARIO
     @given(_scenarios(n))
     def holds(run):
         check(groups(n), [run], deadline=60)

@@ -26,6 +26,7 @@ typedef struct plan {
     double max_norm;
     uint64_t order; /* 0: backward order on every rank; else a seed, different per rank */
     int unused;     /* parameter 1 has no gradient on odd ranks, parameter 5 nowhere in even steps */
+    int offer;      /* gradients are lent to the engine; what it hands back is overwritten at once */
     int late;       /* parameter 3 delivers a second gradient */
     int skip_round; /* the last rank takes no part in the first round */
 } plan;
@@ -71,6 +72,17 @@ static int has_gradient(const plan *p, size_t step, size_t round, size_t rank, s
     if (p->unused && param == 5 && step % 2 == 0)
         return 0;
     return 1;
+}
+
+/* Takes back what the engine has finished with, and makes sure that it has. */
+static size_t spoil_released(const plan *p, zc_engine *engine, char **copies)
+{
+    size_t count = 0;
+    for (char *owner; (owner = zc_engine_take_released(engine)); count++)
+        for (size_t i = 0; i < PARAMS; i++)
+            if (copies[i] == owner && !p->defer) /* deferred work still reads it, in stream order */
+                memset(owner, 255, sizes[i] * 8);
+    return count;
 }
 
 static void *train(void *argument)
@@ -124,6 +136,7 @@ static void *train(void *argument)
                 order[k] = swap;
             }
             char *copy[PARAMS] = {0};
+            size_t held = 0;
             for (size_t n = 0; n < PARAMS; n++) {
                 size_t i = order[n];
                 if (!has_gradient(p, step, round, j->rank, i))
@@ -132,13 +145,23 @@ static void *train(void *argument)
                 copy[i] = malloc(sizes[i] * 8 + 8);
                 for (size_t k = 0; k < sizes[i]; k++)
                     put(copy[i], dtype_of(p, i), k, gradient(step, round, j->rank, i, k));
-                CHECK_OK(zc_engine_add_grad(engine, i, copy[i]));
+                int outcome = ZC_GRAD_TAKEN;
+                if (!p->offer)
+                    CHECK_OK(zc_engine_add_grad(engine, i, copy[i]));
+                else
+                    CHECK_OK(zc_engine_offer_grad(engine, i, copy[i], copy[i], &outcome));
+                held += outcome == ZC_GRAD_HELD;
+                if (p->offer && !p->defer && outcome == ZC_GRAD_TAKEN)
+                    memset(copy[i], 255, sizes[i] * 8);
+                held -= spoil_released(p, engine, copy);
             }
             zc_late_grad late = {3, grads[0][3]};
             int bring = p->late && j->rank % 2 == 0 && has_gradient(p, step, round, j->rank, 3);
             for (size_t k = 0; k < sizes[3]; k++)
                 put(grads[0][3], dtype_of(p, 3), k, gradient(step, round + 100, j->rank, 3, k));
             CHECK_OK(zc_engine_end_round(engine, &late, (size_t)bring));
+            held -= spoil_released(p, engine, copy);
+            CHECK_EQ(held, 0);
             CHECK_OK(device ? device->ops->synchronize(device, NULL) : ZC_OK);
             for (size_t i = 0; i < PARAMS; i++)
                 free(copy[i]);
@@ -264,6 +287,8 @@ static void test_stages(void)
                     p.bucket_bytes = buckets[b];
                     p.ring = 1 + b % 3;
                     compare(&base, &p, "stages and buckets");
+                    p.offer = 1;
+                    compare(&base, &p, "lent gradients");
                 }
         }
 }
@@ -271,7 +296,7 @@ static void test_stages(void)
 static void test_order_and_unused(void)
 {
     for (int stage = 0; stage <= 2; stage++)
-        for (uint64_t order = 0; order < 6; order++) {
+        for (uint64_t order = 0; order < 4; order++) {
             plan base = start, p;
             base.ranks = 3;
             base.mixed = 1;
@@ -284,6 +309,7 @@ static void test_order_and_unused(void)
             p.order = order;
             compare(&base, &p, "orders, unused parameters");
             base.late = p.late = 1;
+            p.offer = order % 2;
             compare(&base, &p, "late gradients");
             base.skip_round = p.skip_round = 1;
             compare(&base, &p, "a rank without a round");
@@ -308,6 +334,8 @@ static void test_deferred(void)
                 p.ring = 2;
                 p.order = order;
                 compare(&base, &p, "deferred");
+                p.offer = 1;
+                compare(&base, &p, "deferred, lent");
             }
 }
 

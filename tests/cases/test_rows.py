@@ -25,7 +25,7 @@ def _combinations():
                            marks=[pytest.mark.row(number) for number in case.numbers])
 
 
-@pytest.mark.parametrize("case, n, stage", _combinations())
+@pytest.mark.parametrize("case, n, stage", list(_combinations()))
 def test_row(groups, case, n, stage):
     groups(n).run(rows.on_rank, case.function.__module__, case.function.__name__, stage, deadline=case.deadline)
 

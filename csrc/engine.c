@@ -132,6 +132,7 @@ static zc_status add_space(zc_engine *engine, zc_dtype dtype, size_t first_param
     space->sum_dtype = zc_dtype_sum(dtype);
     space->elem_bytes = zc_dtype_bytes(dtype);
     space->sum_bytes = zc_dtype_bytes(space->sum_dtype);
+    space->plan.ranks = engine->ranks; /* an empty plan, until there is one */
     engine->space_count++; /* from here on destroy() takes care of it */
 
     ZC_TRY(plan_layout(engine, space, first_param, count));

@@ -436,6 +436,76 @@ static void test_errors(void)
     errors(4, ZC_OK, NULL);
 }
 
+/* ---- every allocation and system call made to fail ---------------------------- */
+
+typedef struct fault_job {
+    zc_comm *comm;
+    zc_status status;
+} fault_job;
+
+/* As much of an engine's life as the fault allows; always cleans up and closes, so that the peer is told. */
+static void *live(void *argument)
+{
+    fault_job *j = argument;
+    float w[300] = {0}, g[300] = {0};
+    uint16_t h[70] = {0};
+    zc_param params[2] = {{"w", 300, ZC_FLOAT32, 0, w}, {"h", 70, ZC_BFLOAT16, 0, h}};
+    zc_options group = {.lr = 0.1, .momentum = 0.9};
+    zc_engine_config config = ZC_ENGINE_CONFIG;
+    zc_engine *engine = NULL;
+    zc_step_args args = ZC_STEP_ARGS;
+    zc_step_result result;
+    zc_late_grad late = {0, g};
+    double norm;
+    float whole[300];
+    config.threads = 1;
+    config.stage = 1;
+    config.rule = OPTIM_SGD;
+    config.bucket_bytes = 300;
+    j->status = zc_engine_create(j->comm, &config, params, 2, &group, 1, &engine);
+    if (j->status == ZC_OK)
+        j->status = zc_engine_add_grad(engine, 0, g);
+    if (j->status == ZC_OK)
+        j->status = zc_engine_end_round(engine, &late, 1);
+    if (j->status == ZC_OK)
+        j->status = zc_engine_add_grad(engine, 1, h);
+    if (j->status == ZC_OK)
+        j->status = zc_engine_clip(engine, 1, 3, 1, &norm);
+    if (j->status == ZC_OK)
+        j->status = zc_engine_step(engine, &group, 1, &args, &result);
+    if (j->status == ZC_OK)
+        j->status = zc_engine_read(engine, 0, ZC_ROLE_EXP_AVG, 1, whole);
+    if (j->status == ZC_OK)
+        j->status = zc_engine_add_params(engine, params, 1, &group, 1);
+    CHECK(j->status == ZC_OK || zc_last_error()[0]);
+    zc_engine_destroy(engine);
+    zc_comm_close(j->comm);
+    return NULL;
+}
+
+static void test_faults(void)
+{
+    for (long nth = 1;; nth++) {
+        zc_comm *comms[2];
+        fault_job jobs[2];
+        pthread_t threads[2];
+        CHECK_OK(zc_comm_open_local(2, 20, comms));
+        zc_fault_arm(nth);
+        for (size_t r = 0; r < 2; r++) {
+            jobs[r] = (fault_job){comms[r], ZC_OK};
+            pthread_create(&threads[r], NULL, live, &jobs[r]);
+        }
+        for (size_t r = 0; r < 2; r++)
+            pthread_join(threads[r], NULL);
+        long asked = zc_fault_count();
+        zc_fault_arm(0);
+        if (jobs[0].status == ZC_OK && jobs[1].status == ZC_OK && asked < nth)
+            break;
+        /* a fault in clean-up, or in a call that can go on without, changes nothing */
+        CHECK(jobs[0].status != ZC_ETIMEOUT && jobs[1].status != ZC_ETIMEOUT);
+    }
+}
+
 int main(void)
 {
     RUN(test_reference);
@@ -444,5 +514,6 @@ int main(void)
     RUN(test_deferred);
     RUN(test_shared);
     RUN(test_errors);
+    RUN(test_faults);
     DONE();
 }

@@ -112,6 +112,8 @@ static zc_status post(zc_engine *engine, engine_space *space, size_t b)
         args.own = bucket->lent;
     else if (own_goes_home(engine, space) && bucket->has_data)
         args.own = args.to;
+    if (raw_sums(engine, space) && !bucket->has_data) /* the window is the sum */
+        ZC_TRY(engine->device->ops->zero(engine->device, engine->stream, window, shard * space->elem_bytes));
     ZC_TRY(comm_reduce_scatter(space->channel, engine->stream, &args, &bucket->ticket));
     bucket->state = BUCKET_POSTED;
     space->in_flight++;
@@ -292,9 +294,11 @@ static zc_status part_arrived(zc_engine *engine, engine_space *space, size_t b)
 /* A little patience for room, so that a rank that runs ahead does not pile gradients up. */
 static zc_status wait_for_room(zc_engine *engine, engine_space *space, size_t b)
 {
-    while (!has_room(engine, space, b) && !engine->waited_out &&
-           space->buckets[space->low].state == BUCKET_POSTED) {
+    while (!has_room(engine, space, b) && !engine->waited_out) {
         int done = 0;
+        for (size_t k = space->low; k + space->slots <= b; k++)
+            if (space->buckets[k].state < BUCKET_POSTED)
+                return ZC_OK; /* gradients come in another order: room depends on this rank itself */
         ZC_TRY(comm_wait_some(space->channel, space->buckets[space->low].ticket, engine->stream,
                               engine->patience_ns, &done));
         if (!done)
@@ -341,17 +345,9 @@ static zc_status deliver(zc_engine *engine, engine_param *param, int may_wait, i
     return ZC_OK;
 }
 
-zc_status bucket_progress(zc_engine *engine, engine_space *space)
+/* Uses the room that there is now. */
+static zc_status deliver_waiting(zc_engine *engine, engine_space *space)
 {
-    size_t before = space->low;
-    if (!space->in_flight)
-        return ZC_OK;
-    ZC_TRY(comm_progress(engine->comm)); /* what peers wait for may lie beyond `low` */
-    ZC_TRY(advance_low(engine, space));
-    if (space->low == before)
-        return ZC_OK;
-    if (space->scratch)
-        ZC_TRY(post_ready(engine, space, space->next_post));
     for (size_t k = 0; space->waiting && k < space->order_count; k++) {
         engine_param *param = &engine->params[space->order[k]];
         if (!param->owner || delivered(space, param))
@@ -362,6 +358,21 @@ zc_status bucket_progress(zc_engine *engine, engine_space *space)
         space->waiting--;
         if (!param->lent && param->owner)
             ZC_TRY(let_go(engine, space, param));
+    }
+    return ZC_OK;
+}
+
+zc_status bucket_progress(zc_engine *engine, engine_space *space)
+{
+    if (!space->in_flight)
+        return ZC_OK;
+    ZC_TRY(comm_progress(engine->comm)); /* what peers wait for may lie beyond `low` */
+    ZC_TRY(advance_low(engine, space));
+    if (space->scratch)
+        ZC_TRY(post_ready(engine, space, space->next_post));
+    while (space->waiting && space->looked_at != space->low) {
+        space->looked_at = space->low;
+        ZC_TRY(deliver_waiting(engine, space));
     }
     return ZC_OK;
 }
@@ -394,7 +405,10 @@ static zc_status accept(zc_engine *engine, size_t index, const void *grad, void 
         param->owner = owner ? owner : engine;
         engine->held_bytes += param->elems * space->elem_bytes;
         space->held++;
-        space->waiting += !delivered(space, param);
+        if (!delivered(space, param)) {
+            space->waiting++;
+            space->looked_at = SIZE_MAX; /* room may have come while it was delivered */
+        }
         *outcome = ZC_GRAD_HELD;
     }
     return ZC_OK;

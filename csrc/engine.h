@@ -99,6 +99,7 @@ typedef struct engine_space {
     size_t in_flight;         /* buckets POSTED */
     size_t held;              /* parameters whose gradient is held, lent or waiting */
     size_t waiting;           /* of them, those with a bucket that had no room yet */
+    size_t looked_at;         /* `low` when these were last tried */
 
     size_t *order;            /* engine indices of its non-empty parameters, by offset */
     size_t order_count;

@@ -5,6 +5,20 @@
  */
 #include "engine.h"
 
+/*
+ * Where the caller leaves it open: windows so small that a ring of sixteen is an
+ * eighth of the gradient, but not so small that their number costs, and never so
+ * large that a slice leaves the cache before a peer has read it.
+ */
+static size_t window_bytes(const zc_engine *engine, size_t space_bytes)
+{
+    const size_t least = (size_t)256 << 10, most = (size_t)2 << 20;
+    size_t bytes = space_bytes / 128;
+    if (engine->config.bucket_bytes)
+        return engine->config.bucket_bytes;
+    return bytes < least ? least : bytes > most ? most : bytes;
+}
+
 /* Places the `count` parameters of the space's type from first_param on, and cuts the space into buckets. */
 zc_status plan_layout(zc_engine *engine, engine_space *space, size_t first_param, size_t count)
 {
@@ -24,7 +38,9 @@ zc_status plan_layout(zc_engine *engine, engine_space *space, size_t first_param
     if (used > SIZE_MAX / 16 / (engine->ranks + 1))
         status = zc_fail(ZC_EINVAL, "the %s parameters have more elements than can be addressed",
                          zc_dtype_name(dtype));
-    space->plan = partition_make(status == ZC_OK ? used : 0, engine->ranks, engine->config.bucket_bytes,
+    if (status != ZC_OK)
+        used = 0;
+    space->plan = partition_make(used, engine->ranks, window_bytes(engine, used * space->elem_bytes),
                                  space->elem_bytes);
     k = 0;
     for (size_t i = first_param; i < engine->param_count; i++) {

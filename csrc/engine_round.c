@@ -266,8 +266,8 @@ zc_status zc_engine_end_round(zc_engine *engine, const zc_late_grad *late, size_
 {
     int again;
     ZC_TRY(round_settle(engine));
-    if (!engine->round_open)
-        return ZC_OK; /* no gradient came: there is no round to end */
+    if (!engine->round_open) /* no gradient came here, but perhaps on other ranks */
+        ZC_TRY(round_begin(engine));
     for (size_t k = 0; k < late_count; k++) {
         if (late[k].index >= engine->param_count)
             return zc_fail(ZC_EINVAL, "late gradient for parameter %zu, but there are %zu", late[k].index,

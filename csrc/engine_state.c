@@ -142,6 +142,7 @@ zc_status zc_engine_read(zc_engine *engine, size_t index, zc_role role, double s
     }
     ZC_TRY(comm_array_all_reduce(engine->comm, to, param->elems, space->sum_bytes == 8 ? ZC_INT64 : ZC_INT32,
                                  COMM_SUM));
+    scale *= engine->clip_factor; /* as after torch's clip_grad_norm_ */
     if (role != ZC_ROLE_GRAD || scale == 1.0)
         return ZC_OK;
     for (size_t k = 0; k < param->elems; k++) {

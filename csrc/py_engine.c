@@ -120,8 +120,8 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywor
                                      &config.shared_params, &config.mean, &config.threads)
         || parse_rule(rule, &config.rule))
         return NULL;
-    if (bucket_bytes < 1 || ring_slots < 1) {
-        PyErr_Format(PyExc_ValueError, "bucket_bytes is %zd and ring_slots %zd; both must be 1 or more", bucket_bytes,
+    if (bucket_bytes < 0 || ring_slots < 1) {
+        PyErr_Format(PyExc_ValueError, "bucket_bytes is %zd (legal: 0, chosen by size, or more) and ring_slots %zd (legal: 1 or more)", bucket_bytes,
                      ring_slots);
         return NULL;
     }
@@ -304,7 +304,7 @@ static PyMemberDef engine_members[] = {
 };
 
 PyDoc_STRVAR(engine_doc,
-             "Engine(comm, params, groups, *, rule='adamw', stage=2, bucket_bytes=1048576, ring_slots=16, "
+             "Engine(comm, params, groups, *, rule='adamw', stage=2, bucket_bytes=0, ring_slots=16, "
              "shared_params=False, mean=True, threads=0)\n--\n\nparams: (name, elems, dtype, group, initial array or None); "
              "groups: dicts of options. All ranks must call it.");
 

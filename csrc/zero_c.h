@@ -91,7 +91,7 @@ typedef struct zc_param {
 typedef struct zc_engine_config {
     int stage;              /* 0, 1, 2 */
     optim_rule rule;
-    size_t bucket_bytes;    /* of one reduction window */
+    size_t bucket_bytes;    /* of one reduction window; 0: chosen by size, 256 KiB to 2 MiB */
     size_t ring_slots;      /* windows in flight (stages 0 and 2), >= 1 */
     int shared_params;      /* parameters live once per host */
     int mean;               /* 1: average over ranks, 0: sum */
@@ -99,7 +99,7 @@ typedef struct zc_engine_config {
 } zc_engine_config;
 
 #define ZC_ENGINE_CONFIG \
-    {.stage = 2, .rule = OPTIM_ADAMW, .bucket_bytes = 1u << 20, .ring_slots = 16, .shared_params = 0, .mean = 1, \
+    {.stage = 2, .rule = OPTIM_ADAMW, .bucket_bytes = 0, .ring_slots = 16, .shared_params = 0, .mean = 1, \
      .threads = 0}
 #define ZC_OPTIONS_ADAMW {.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 1e-2}
 #define ZC_OPTIONS_ADAM {.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8}
@@ -158,7 +158,7 @@ void *zc_engine_take_released(zc_engine *engine);
  * engine is destroyed: nothing else may follow. */
 void zc_engine_drop_held(zc_engine *engine);
 /*
- * Collective: ends the round; afterwards sums are complete on all ranks. `late`
+ * Collective: ends the round (an empty one, if this rank gave no gradient); afterwards sums are complete on all ranks. `late`
  * lists second gradients of parameters that had one already (reentrant graphs):
  * they are reduced in a supplementary pass of the same round.
  */
@@ -213,7 +213,8 @@ typedef enum zc_role {
  * 16-bit remainder is kept (raw bits). Valid until destroy. */
 zc_status zc_engine_state(zc_engine *engine, size_t index, zc_role role, void **memory, size_t *elems,
                           zc_dtype *dtype);
-/* Collective: the whole array, elems elements of fp32 (fp64), on every rank. scale multiplies (GRAD only). */
+/* Collective: the whole array, elems elements of fp32 (fp64), on every rank. GRAD: multiplied with scale, and with the
+ * factor of clips since the last step, rounded once as one factor. */
 zc_status zc_engine_read(zc_engine *engine, size_t index, zc_role role, double scale, void *to);
 /* Local: this rank's part is taken from a whole array as zc_engine_read gives it. Not for GRAD. */
 zc_status zc_engine_write(zc_engine *engine, size_t index, zc_role role, const void *from);

@@ -79,7 +79,7 @@ class Engine:
         *,
         rule: Literal["adamw", "adam", "sgd"] = "adamw",
         stage: int = 2,
-        bucket_bytes: int = 1048576,
+        bucket_bytes: int = 0,
         ring_slots: int = 16,
         shared_params: bool = False,
         mean: bool = True,

@@ -26,7 +26,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     loss_scale  None, a number, or "dynamic"; multiply losses with opt.scale(loss)
     skip_nonfinite  True: a step with an infinite or NaN gradient on any rank changes nothing; None: with a loss scale
     reduce_op   "mean" or "sum" of the ranks' gradients
-    bucket_mb   size of a reduction window
+    bucket_mb   size of a reduction window; by default 1/128 of the gradient, between 0.25 and 2
     shared_params   parameters live once per host
     comm        a Communicator; by default that of zero_c.init()
 
@@ -80,7 +80,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._places = _arguments.places(whole) if whole is not None else {}
         self._buffers = {name: buffer for name, buffer in whole.named_buffers()} if whole is not None else {}
         self._build(names, whole, {"stage": stage, "shared_params": bool(shared_params), "mean": self._mean,
-                                   **({"bucket_bytes": int(bucket_mb * 2**20)} if bucket_mb is not None else {})})
+                                   **({"bucket_bytes": max(1, int(bucket_mb * 2**20))} if bucket_mb is not None else {})})
         self._built = True
 
     # ---- construction --------------------------------------------------------

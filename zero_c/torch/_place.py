@@ -35,9 +35,23 @@ def load(engine, first, tensors):
             tensor.data = torch.from_dlpack(engine.param_dlpack(first + index, tuple(tensor.shape), tuple(strides)))
     engine.publish()
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # glibc: give freed pages back, so that two copies never stay resident
-        trim(0)
+    settle_allocator()
+
+
+def settle_allocator():
+    """With glibc: gives back the pages of the replaced parameters, and keeps those of gradients that come and go.
+
+    What is freed at the top of the heap goes back to the system, and the next gradient faults it in again, unless
+    glibc has seen a block of such a size come and go: its thresholds follow the largest one, up to 32 MiB. So one
+    such block comes, untouched, and goes.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim"):
+        return
+    libc.malloc_trim(0)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
+    libc.free(libc.malloc((32 << 20) - (64 << 10)))
 
 
 def check_plain(tensor, name, what):

@@ -121,8 +121,8 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywor
         || parse_rule(rule, &config.rule))
         return NULL;
     if (bucket_bytes < 0 || ring_slots < 1) {
-        PyErr_Format(PyExc_ValueError, "bucket_bytes is %zd (legal: 0, chosen by size, or more) and ring_slots %zd (legal: 1 or more)", bucket_bytes,
-                     ring_slots);
+        PyErr_Format(PyExc_ValueError, "bucket_bytes is %zd (legal: 0, chosen by size, or more) and ring_slots %zd "
+                                       "(legal: 1 or more)", bucket_bytes, ring_slots);
         return NULL;
     }
     config.bucket_bytes = (size_t)bucket_bytes;
@@ -249,7 +249,8 @@ PyDoc_STRVAR(clip_doc,
              "step scales to max_norm.");
 PyDoc_STRVAR(state_doc,
              "state(i, role)\n--\n\nThis rank's part of an array of parameter i: the elements it owns, in order; None if "
-             "there is none. A bfloat16 parameter's master is its 16-bit remainder. role: 'grad', 'exp_avg', 'momentum_buffer', 'exp_avg_sq', 'max_exp_avg_sq', 'master'.");
+             "there is none. A bfloat16 parameter's master is its 16-bit remainder. role: 'grad', 'exp_avg', "
+             "'momentum_buffer', 'exp_avg_sq', 'max_exp_avg_sq', 'master'.");
 PyDoc_STRVAR(read_doc,
              "read(i, role, scale=1.0)\n--\n\nThe whole array, flat, on every rank; all ranks must call it.");
 PyDoc_STRVAR(discard_doc,

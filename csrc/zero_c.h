@@ -158,9 +158,10 @@ void *zc_engine_take_released(zc_engine *engine);
  * engine is destroyed: nothing else may follow. */
 void zc_engine_drop_held(zc_engine *engine);
 /*
- * Collective: ends the round (an empty one, if this rank gave no gradient); afterwards sums are complete on all ranks. `late`
- * lists second gradients of parameters that had one already (reentrant graphs):
- * they are reduced in a supplementary pass of the same round.
+ * Collective: ends the round (an empty one, if this rank gave no gradient);
+ * afterwards sums are complete on all ranks.  `late` lists second gradients of
+ * parameters that had one already (reentrant graphs): they are reduced in a
+ * supplementary pass of the same round.
  */
 typedef struct zc_late_grad {
     size_t index;

@@ -314,6 +314,8 @@ static void lend(zc_engine *engine, engine_space *space, size_t b, engine_param 
     partition_range own = partition_slice(&space->plan, b, engine->rank);
     if (own.begin < param->offset || own.end > param->offset + param->elems || raw_sums(engine, space))
         return;
+    if (b >= space->low + engine->config.ring_slots)
+        return; /* stage 1 has room for any bucket; a rank far ahead of its peers must not keep every gradient */
     space->buckets[b].lent = (const char *)param->grad + (own.begin - param->offset) * space->elem_bytes;
     space->buckets[b].lender = (size_t)(param - engine->params);
     param->lent++;

@@ -12,7 +12,7 @@
  */
 static size_t window_bytes(const zc_engine *engine, size_t space_bytes)
 {
-    const size_t least = (size_t)256 << 10, most = (size_t)2 << 20;
+    const size_t least = (size_t)256 << 10, most = (size_t)1 << 20;
     size_t bytes = space_bytes / 128;
     if (engine->config.bucket_bytes)
         return engine->config.bucket_bytes;

@@ -91,7 +91,7 @@ typedef struct zc_param {
 typedef struct zc_engine_config {
     int stage;              /* 0, 1, 2 */
     optim_rule rule;
-    size_t bucket_bytes;    /* of one reduction window; 0: chosen by size, 256 KiB to 2 MiB */
+    size_t bucket_bytes;    /* of one reduction window; 0: chosen by size, 256 KiB to 1 MiB */
     size_t ring_slots;      /* windows in flight (stages 0 and 2), >= 1 */
     int shared_params;      /* parameters live once per host */
     int mean;               /* 1: average over ranks, 0: sum */

@@ -44,8 +44,7 @@ def main():
     torch.manual_seed(0)
 
     model = GPT()
-    opt = ShardedOptimizer(model, stage=args.stage, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0,
-                           bucket_mb=0.25)    # windows in proportion to a small model
+    opt = ShardedOptimizer(model, stage=args.stage, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0)
     train(model, opt, data, args.steps, meter)
 
     meter.finish(model, memory=opt.memory(), traffic=opt.traffic())

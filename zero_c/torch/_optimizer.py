@@ -26,7 +26,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     loss_scale  None, a number, or "dynamic"; multiply losses with opt.scale(loss)
     skip_nonfinite  True: a step with an infinite or NaN gradient on any rank changes nothing; None: with a loss scale
     reduce_op   "mean" or "sum" of the ranks' gradients
-    bucket_mb   size of a reduction window; by default 1/128 of the gradient, between 0.25 and 2
+    bucket_mb   size of a reduction window; by default 1/128 of the gradient, between 0.25 and 1
     shared_params   parameters live once per host
     comm        a Communicator; by default that of zero_c.init()
 

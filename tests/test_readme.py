@@ -15,8 +15,5 @@ def test_example_runs(tmp_path):
     done = subprocess.run([sys.executable, "-m", "zero_c.launch", "-n", "2", str(script)], cwd=tmp_path, text=True,
                           capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"([01]) ([0-9.e+-]+) (\d+)", done.stdout)
-    assert {rank for rank, _, _ in found} == {"0", "1"}, done.stdout
-    for _, loss, held in found:
-        assert float(loss) < 64, "an untrained model's loss is about 64, the variance of the target"
-        assert int(held) > 0
+    loss, = re.findall(r"^([0-9.e+-]+) {'parameters'", done.stdout)
+    assert float(loss) < 16, "an untrained model's loss is about 64, the variance of the target"

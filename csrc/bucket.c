@@ -19,9 +19,9 @@
  * A round that waited in vain waits no more, and makes the next ones wait less.
  *
  * Where a rank's own contribution is.  Peers never read this rank's own slice of
- * a bucket, so it need not be in the window.  If one gradient covers it, and its
- * owner can wait, the reduction reads it where autograd left it ("lent"), and the
- * gradient is held until that is done.  Otherwise, in the first round after a
+ * a bucket, so it need not be in the window.  At stage 2, if one gradient covers
+ * it and its owner can wait, the reduction reads it where autograd left it
+ * ("lent"), and the gradient is held until that is done.  Otherwise, in the first round after a
  * step, when nothing has to be added, it is copied straight to where the sum
  * will be; in later rounds, into the window.
  *
@@ -312,10 +312,10 @@ static zc_status wait_for_room(zc_engine *engine, engine_space *space, size_t b)
 static void lend(zc_engine *engine, engine_space *space, size_t b, engine_param *param)
 {
     partition_range own = partition_slice(&space->plan, b, engine->rank);
-    if (own.begin < param->offset || own.end > param->offset + param->elems || raw_sums(engine, space))
+    if (engine->config.stage != 2)
+        return; /* these keep a place for it anyway; a gradient that waits would be memory on top */
+    if (own.begin < param->offset || own.end > param->offset + param->elems)
         return;
-    if (b >= space->low + engine->config.ring_slots)
-        return; /* stage 1 has room for any bucket; a rank far ahead of its peers must not keep every gradient */
     space->buckets[b].lent = (const char *)param->grad + (own.begin - param->offset) * space->elem_bytes;
     space->buckets[b].lender = (size_t)(param - engine->params);
     param->lent++;

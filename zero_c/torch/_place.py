@@ -35,15 +35,15 @@ def load(engine, first, tensors):
             tensor.data = torch.from_dlpack(engine.param_dlpack(first + index, tuple(tensor.shape), tuple(strides)))
     engine.publish()
     gc.collect()
-    settle_allocator()
+    settle_allocator(engine.plan()["ring_bytes"])
 
 
-def settle_allocator():
+def settle_allocator(ring_bytes):
     """With glibc: gives back the pages of the replaced parameters, and keeps those of gradients that come and go.
 
     What is freed at the top of the heap goes back to the system, and the next gradient faults it in again, unless
-    glibc has seen a large block come and go: it keeps up to twice the largest one (of at most 32 MiB). So one block,
-    half again as large as a full ring of windows, comes, untouched, and goes.
+    glibc has seen a large block come and go: it keeps up to twice the largest one (of at most 32 MiB). So one block, as
+    large as the gradients that may wait for a full ring of windows and 8 MiB, comes, untouched, and goes.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim"):
@@ -51,7 +51,7 @@ def settle_allocator():
     libc.malloc_trim(0)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
-    libc.free(libc.malloc((24 << 20) - (64 << 10)))
+    libc.free(libc.malloc(min(ring_bytes + (8 << 20), (32 << 20) - (64 << 10))))
 
 
 def check_plain(tensor, name, what):

@@ -21,9 +21,10 @@
  * Where a rank's own contribution is.  Peers never read this rank's own slice of
  * a bucket, so it need not be in the window.  At stage 2, if one gradient covers
  * it and its owner can wait, the reduction reads it where autograd left it
- * ("lent"), and the gradient is held until that is done.  Otherwise, in the first round after a
- * step, when nothing has to be added, it is copied straight to where the sum
- * will be; in later rounds, into the window.
+ * ("lent"), and the gradient is held until that is done.  Otherwise, in the first
+ * round after a step, when nothing has to be added, it is copied straight to
+ * where the sum will be (at stage 1 that is in the window); in later rounds, into
+ * the window.
  *
  * Order of posting.  Any order, unless sums pass through the small scratch ring
  * of 16-bit stage 1: then the buckets of a space are posted in plan order, so
@@ -313,7 +314,7 @@ static void lend(zc_engine *engine, engine_space *space, size_t b, engine_param 
 {
     partition_range own = partition_slice(&space->plan, b, engine->rank);
     if (engine->config.stage != 2)
-        return; /* these keep a place for it anyway; a gradient that waits would be memory on top */
+        return; /* stages 0 and 1: a gradient that waits would only be memory on top */
     if (own.begin < param->offset || own.end > param->offset + param->elems)
         return;
     space->buckets[b].lent = (const char *)param->grad + (own.begin - param->offset) * space->elem_bytes;

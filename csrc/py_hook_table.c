@@ -458,17 +458,8 @@ PyDoc_STRVAR(hooks_forget_doc, "forget()\n--\n\nDrops all sums, guards and gradi
 
 static PyObject *hooks_forget(PyObject *object, PyObject *ignored)
 {
-    py_hooks *self = (py_hooks *)object;
-    py_state *state = py_state_of(object);
-
-    if (hook_discard(self, SIZE_MAX) < 0) {
-        /* A backward that raised took earlier sums with it, which is news to a step but not here. */
-        if (!PyErr_ExceptionMatches(state->error) || PyErr_ExceptionMatches(state->comm_error))
-            return NULL;
-        PyErr_Clear();
-        if (hook_discard(self, SIZE_MAX) < 0)
-            return NULL;
-    }
+    if (hook_discard((py_hooks *)object, SIZE_MAX) < 0)
+        return NULL;
     return hooks_consume(object, ignored);
 }
 

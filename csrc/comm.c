@@ -120,6 +120,24 @@ zc_status comm_all_gather(comm_channel *channel, zc_stream *stream, uint32_t tag
     return channel->comm->ops->all_gather(channel, stream, tag, region, offset_bytes, slice_bytes, ticket);
 }
 
+zc_status comm_all_gather_to(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
+                             size_t offset_bytes, size_t slice_bytes, void *to, comm_ticket *ticket)
+{
+    *ticket = 0;
+    if (!slice_bytes)
+        return ZC_OK;
+    ZC_TRY(check_range(channel, "all_gather_to", region, offset_bytes, 1, slice_bytes, 1));
+    if (!to)
+        return zc_fail(ZC_EINVAL, "rank %zu: all_gather_to into NULL", channel->comm->rank);
+    return channel->comm->ops->all_gather_to(channel, stream, tag, region, offset_bytes, slice_bytes, to, ticket);
+}
+
+const void *comm_peer(const comm_region *region, size_t rank)
+{
+    const comm_ops *ops = region->channel->comm->ops;
+    return ops->peer ? ops->peer(region, rank) : NULL;
+}
+
 zc_status comm_all_reduce_words(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
                                 size_t offset_bytes, size_t words, uint64_t *to, comm_ticket *ticket)
 {

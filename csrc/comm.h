@@ -104,6 +104,9 @@ typedef struct comm_ops {
                                 comm_ticket *ticket);
     zc_status (*all_gather)(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
                             size_t offset_bytes, size_t slice_bytes, comm_ticket *ticket);
+    zc_status (*all_gather_to)(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
+                               size_t offset_bytes, size_t slice_bytes, void *to, comm_ticket *ticket);
+    const void *(*peer)(const comm_region *region, size_t rank); /* NULL: regions are not readable from outside */
     zc_status (*all_reduce_words)(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
                                   size_t offset_bytes, size_t words, uint64_t *to, comm_ticket *ticket);
     zc_status (*broadcast)(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
@@ -168,6 +171,21 @@ zc_status comm_reduce_scatter(comm_channel *channel, zc_stream *stream, const co
  */
 zc_status comm_all_gather(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
                           size_t offset_bytes, size_t slice_bytes, comm_ticket *ticket);
+
+/*
+ * All-gather of slices that lie at region + offset on every rank: `to`, device
+ * memory of ranks * slice_bytes, receives them in rank order.
+ */
+zc_status comm_all_gather_to(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
+                             size_t offset_bytes, size_t slice_bytes, void *to, comm_ticket *ticket);
+
+/*
+ * Where rank `rank`'s part of a region can be read from here without its doing,
+ * or NULL if the backend has no such thing (then it is NULL for all).  Only
+ * backends whose work is done when a call returns have it.  The callers see to
+ * it that nobody writes what others may be reading: see engine_stage3.c.
+ */
+const void *comm_peer(const comm_region *region, size_t rank);
 
 /* to[i] = sum over ranks of the uint64_t words at region + offset. `to` is device memory outside the region. */
 zc_status comm_all_reduce_words(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,

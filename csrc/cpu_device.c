@@ -6,6 +6,7 @@
  * a range is split among threads changes no bit.
  */
 #include "cpu_kernels.h"
+#include "cpu_slots.h"
 #include "cpu_threads.h"
 #include "device.h"
 
@@ -25,6 +26,7 @@ typedef struct cpu_device {
     const cpu_kernels *kernels;
     cpu_threads *threads;
     uint32_t mappings; /* made so far, for staggering */
+    cpu_slots slots;
 } cpu_device;
 
 static cpu_device *of(zc_device *device)
@@ -116,12 +118,34 @@ static void cpu_free(zc_device *device, void *memory, size_t bytes)
     munmap((void *)base, mapping_bytes(bytes));
 }
 
+static zc_status cpu_slot_alloc(zc_device *device, size_t bytes, device_slot *out)
+{
+    return cpu_slots_alloc(&of(device)->slots, bytes, out);
+}
+
+static zc_status cpu_slot_map(zc_device *device, const device_slot *slot, size_t bytes, void **out)
+{
+    return cpu_slots_map(&of(device)->slots, slot, bytes, out);
+}
+
+static void cpu_slot_unmap(zc_device *device, void *memory, size_t bytes)
+{
+    (void)device;
+    cpu_slots_unmap(memory, bytes);
+}
+
+static void cpu_slot_free(zc_device *device, device_slot *slot)
+{
+    cpu_slots_free(&of(device)->slots, slot);
+}
+
 /* ---- moving bytes --------------------------------------------------------------- */
 
 typedef struct copy_job {
     const cpu_kernels *kernels;
     char *to;
-    const char *from; /* NULL: zeros */
+    const char *from; /* NULL: fill with `byte` */
+    int byte;
     int stream;
 } copy_job;
 
@@ -129,26 +153,37 @@ static void run_copy(void *context, size_t begin, size_t end)
 {
     const copy_job *job = context;
     if (!job->from)
-        memset(job->to + begin, 0, end - begin);
+        memset(job->to + begin, job->byte, end - begin);
     else if (job->stream)
         job->kernels->copy_stream(job->to + begin, job->from + begin, end - begin);
     else
         memcpy(job->to + begin, job->from + begin, end - begin);
 }
 
-static zc_status cpu_copy(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes)
+static zc_status copy(zc_device *device, void *to, const void *from, size_t bytes, int stream)
 {
-    (void)stream;
-    copy_job job = {of(device)->kernels, to, from, bytes >= STREAM_COPY_BYTES};
+    copy_job job = {of(device)->kernels, to, from, 0, stream};
     if (bytes && to != from)
         cpu_parallel(of(device)->threads, bytes, GRAIN_ELEMS * sizeof(float), run_copy, &job);
     return ZC_OK;
 }
 
-static zc_status cpu_zero(zc_device *device, zc_stream *stream, void *to, size_t bytes)
+static zc_status cpu_copy(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes)
 {
     (void)stream;
-    copy_job job = {.to = to};
+    return copy(device, to, from, bytes, bytes >= STREAM_COPY_BYTES);
+}
+
+static zc_status cpu_copy_far(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes)
+{
+    (void)stream;
+    return copy(device, to, from, bytes, 1);
+}
+
+static zc_status cpu_fill(zc_device *device, zc_stream *stream, void *to, int byte, size_t bytes)
+{
+    (void)stream;
+    copy_job job = {.to = to, .byte = byte};
     cpu_parallel(of(device)->threads, bytes, GRAIN_ELEMS * sizeof(float), run_copy, &job);
     return ZC_OK;
 }
@@ -477,16 +512,23 @@ static zc_status cpu_synchronize(zc_device *device, zc_stream *stream)
 static void cpu_destroy(zc_device *device)
 {
     cpu_threads_destroy(of(device)->threads);
+    cpu_slots_close(&of(device)->slots);
     zc_free(device);
 }
 
 static const device_ops cpu_ops = {
     .name = "cpu",
+    .slot_step_bytes = 4096,
     .alloc = cpu_alloc,
     .free = cpu_free,
+    .slot_alloc = cpu_slot_alloc,
+    .slot_map = cpu_slot_map,
+    .slot_unmap = cpu_slot_unmap,
+    .slot_free = cpu_slot_free,
     .copy = cpu_copy,
+    .copy_far = cpu_copy_far,
     .pack = cpu_pack,
-    .zero = cpu_zero,
+    .fill = cpu_fill,
     .accumulate = cpu_accumulate,
     .sum_squares = cpu_sum_squares,
     .fold_flags = cpu_fold_flags,
@@ -512,6 +554,7 @@ zc_status cpu_device_create(int threads, zc_device **out)
         return zc_fail(ZC_ENOMEM, "no memory for the CPU device");
     }
     cpu->device.ops = &cpu_ops;
+    cpu_slots_init(&cpu->slots);
     cpu->kernels = cpu_kernels_get();
     cpu->threads = pool;
     *out = &cpu->device;

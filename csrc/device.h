@@ -80,17 +80,41 @@ typedef struct device_update_args {
     const void *grad; /* zc_dtype_sum(param_dtype) */
 } device_update_args;
 
+/*
+ * Physical memory with several addresses.  A slot has one address of its own,
+ * `base`, the one to name in collectives; device_ops.slot_map gives it further
+ * ones, each for as long as it is wanted: what is written at one is read at all.
+ * Nothing has to be ordered between them but the accesses themselves.  On a GPU
+ * one handle is one slot, mapped from its offset 0; all of it at start-up.
+ */
+typedef struct device_slot {
+    void *base;
+    size_t bytes;
+    uint64_t handle; /* the device's own */
+} device_slot;
+
 typedef struct device_ops {
     const char *name;
+    size_t slot_step_bytes; /* slots and their mappings are multiples of it */
     /* Zero-filled; bytes 0 gives *out = NULL. */
     zc_status (*alloc)(zc_device *device, size_t bytes, void **out);
     /* Never blocks: the memory is given back after what has been enqueued so far. */
     void (*free)(zc_device *device, void *memory, size_t bytes);
+    /* bytes > 0. */
+    zc_status (*slot_alloc)(zc_device *device, size_t bytes, device_slot *out);
+    /* One more address for the first `bytes` bytes of a slot. */
+    zc_status (*slot_map)(zc_device *device, const device_slot *slot, size_t bytes, void **out);
+    /* These two: nothing that is enqueued uses the memory any more. */
+    void (*slot_unmap)(zc_device *device, void *memory, size_t bytes);
+    void (*slot_free)(zc_device *device, device_slot *slot);
     zc_status (*copy)(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes);
+    /* The same, of memory that is not read again before more than a cache has been written. */
+    zc_status (*copy_far)(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes);
     /* Copies strided `from` (element strides, `dims` dimensions) into contiguous `to`, row-major. */
     zc_status (*pack)(zc_device *device, zc_stream *stream, void *to, const void *from, size_t elem_bytes,
                       int dims, const int64_t *shape, const int64_t *strides);
-    zc_status (*zero)(zc_device *device, zc_stream *stream, void *to, size_t bytes);
+    /* Every byte becomes `byte`. */
+    zc_status (*fill)(zc_device *device, zc_stream *stream, void *to, int byte, size_t bytes);
     /* to (sum type of dtype) = or += from (dtype). */
     zc_status (*accumulate)(zc_device *device, zc_stream *stream, void *to, const void *from, size_t count,
                             zc_dtype dtype, int add);

@@ -319,6 +319,22 @@ zc_status mem_all_gather(comm_channel *public, zc_stream *stream, uint32_t tag, 
     return post((mem_channel *)public, tag, &desc, &fields, ticket);
 }
 
+zc_status mem_all_gather_to(comm_channel *public, zc_stream *stream, uint32_t tag, comm_region *public_region,
+                            size_t offset_bytes, size_t slice_bytes, void *to, comm_ticket *ticket)
+{
+    (void)stream;
+    mem_region *region = (mem_region *)public_region;
+    shm_desc desc = {.kind = SHM_ALL_GATHER_TO, .count = slice_bytes, .offset_bytes = offset_bytes,
+                     .region = region->number};
+    mem_op fields = {.region = region, .to = to};
+    return post((mem_channel *)public, tag, &desc, &fields, ticket);
+}
+
+const void *mem_peer(const comm_region *region, size_t rank)
+{
+    return ((const mem_region *)region)->base[rank];
+}
+
 zc_status mem_all_reduce_words(comm_channel *public, zc_stream *stream, uint32_t tag, comm_region *public_region,
                                size_t offset_bytes, size_t words, uint64_t *to, comm_ticket *ticket)
 {

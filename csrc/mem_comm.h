@@ -100,11 +100,11 @@ typedef struct mem_op {
     uint32_t tag;
     uint64_t stamp;
     shm_desc desc;
-    size_t seen;     /* ranks below this one have posted (all kinds but the all-gather) */
+    size_t seen;     /* ranks below this one have posted (all kinds but the all-gathers) */
     size_t finished; /* ranks below this one are done */
     int pending, executed;
     mem_region *region;
-    /* reduce-scatter; `to` also of the words */
+    /* reduce-scatter; `to` also of the words and of the all-gather that has one */
     const void *own;
     void *to;
     int accumulate;
@@ -112,7 +112,7 @@ typedef struct mem_op {
     /* exchange */
     void *records;
     size_t record_bytes;
-    /* all-gather: whose slice was copied */
+    /* all-gathers: whose slice was copied */
     size_t left;
     uint64_t copied[SHM_MASK_WORDS];
 } mem_op;
@@ -289,6 +289,9 @@ zc_status mem_reduce_scatter(comm_channel *channel, zc_stream *stream, const com
                              comm_ticket *ticket);
 zc_status mem_all_gather(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
                          size_t offset_bytes, size_t slice_bytes, comm_ticket *ticket);
+zc_status mem_all_gather_to(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
+                            size_t offset_bytes, size_t slice_bytes, void *to, comm_ticket *ticket);
+const void *mem_peer(const comm_region *region, size_t rank);
 zc_status mem_all_reduce_words(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
                                size_t offset_bytes, size_t words, uint64_t *to, comm_ticket *ticket);
 zc_status mem_broadcast(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,

@@ -28,6 +28,7 @@ static const char *const kind_names[SHM_KIND_COUNT] = {
     [SHM_ARRAY_BROADCAST] = "broadcast",
     [SHM_REDUCE_SCATTER] = "reduce_scatter",
     [SHM_ALL_GATHER] = "all_gather",
+    [SHM_ALL_GATHER_TO] = "all_gather_to",
     [SHM_ALL_REDUCE_WORDS] = "all_reduce_words",
     [SHM_BROADCAST] = "broadcast",
 };
@@ -106,6 +107,7 @@ static void describe(const shm_desc *desc, char *text, size_t room_bytes)
                  zc_dtype_name(desc->dtype), desc->op < 4 ? ops[desc->op] : "?");
         break;
     case SHM_ALL_GATHER:
+    case SHM_ALL_GATHER_TO:
         snprintf(text, room_bytes, "%s(%llu bytes a slice, region %u)", name, (unsigned long long)desc->count,
                  desc->region);
         break;
@@ -204,6 +206,14 @@ static void add_words(mem_op *op)
     }
 }
 
+/* Rank q's slice of an all-gather goes to its place in `to`. */
+static void copy_slice_to(mem_op *op, size_t q)
+{
+    size_t me = op->channel->group->public.rank, bytes = (size_t)op->desc.count;
+    const shm_desc *desc = q == me ? &op->desc : peer_desc(op, q);
+    memcpy((char *)op->to + q * bytes, op->region->base[q] + desc->offset_bytes, bytes);
+}
+
 /* Copies rank q's bytes to the same place here; a region with one copy has them already. */
 static void copy_from(mem_op *op, size_t q, size_t slice, size_t bytes)
 {
@@ -225,13 +235,16 @@ static void copy_records(mem_op *op)
                    channel->records[q] + (size_t)peer_desc(op, q)->slot * COMM_EXCHANGE_BYTES, op->record_bytes);
 }
 
-/* All ranks have posted (the all-gather has copied as they came). */
+/* All ranks have posted (the all-gathers have copied as they came). */
 static void execute(mem_op *op)
 {
     mem_group *group = op->channel->group;
     switch ((shm_kind)op->desc.kind) {
     case SHM_REDUCE_SCATTER:
         reduce(op);
+        break;
+    case SHM_ALL_GATHER_TO:
+        copy_slice_to(op, group->public.rank);
         break;
     case SHM_ALL_REDUCE_WORDS:
         add_words(op);
@@ -262,7 +275,10 @@ static int gather_complete(mem_op *op)
             continue;
         if (!agrees(op, q))
             return 0;
-        copy_from(op, q, q, (size_t)op->desc.count);
+        if (op->desc.kind == SHM_ALL_GATHER_TO)
+            copy_slice_to(op, q);
+        else
+            copy_from(op, q, q, (size_t)op->desc.count);
         shm_mask_add(op->copied, q);
         op->left--;
     }
@@ -285,7 +301,8 @@ static void try_op(mem_op *op)
     mem_group *group = channel->group;
     shm_cell *own = &channel->cells[group->public.rank][op->tag];
     if (!op->executed) {
-        if (!(op->desc.kind == SHM_ALL_GATHER ? gather_complete(op) : all_posted(op)))
+        int by_rank = op->desc.kind == SHM_ALL_GATHER || op->desc.kind == SHM_ALL_GATHER_TO;
+        if (!(by_rank ? gather_complete(op) : all_posted(op)))
             return;
         execute(op);
         op->executed = 1;

@@ -15,6 +15,10 @@
  * one shorter (but also a multiple of 64 * ranks); rank r owns slice r of
  * every bucket.  A parameter may span buckets: no embedding sizes a bucket.
  *
+ * Stage 3 cuts the space at the units too: what is gathered together begins and
+ * ends with a bucket.  Buckets then have different sizes, and where they begin is
+ * in a table (`starts`).
+ *
  * A rank keeps the slices it owns one behind the other ("shard space").  The
  * part of one parameter that a rank owns is one contiguous range there,
  * because a parameter that leaves a bucket fills it to its end.
@@ -29,9 +33,10 @@
 
 typedef struct partition {
     size_t ranks;
-    size_t bucket_elems; /* of every bucket but the last */
+    size_t bucket_elems; /* of every bucket but the last; with `starts`, of the largest */
     size_t total_elems;  /* of the whole space, padding included */
     size_t buckets;      /* 0 for an empty space */
+    const size_t *starts;/* [buckets + 1]: where each begins, multiples of 64 * ranks; NULL: all alike */
 } partition;
 
 /* A range of elements, [begin, end). */
@@ -56,6 +61,15 @@ size_t partition_place(const size_t *sizes, size_t count, size_t *offsets);
  */
 partition partition_make(size_t used_elems, size_t ranks, size_t bucket_bytes, size_t elem_bytes);
 
+/*
+ * The same for a space that is cut at cuts[0..count-1] (ascending, multiples of
+ * 64 * ranks; the last one is the end): no bucket goes over a cut.  `starts` has
+ * room for partition_cut_buckets() + 1 numbers and must live as long as the plan.
+ */
+partition partition_make_cut(const size_t *cuts, size_t count, size_t ranks, size_t bucket_bytes, size_t elem_bytes,
+                             size_t *starts);
+size_t partition_cut_buckets(const size_t *cuts, size_t count, size_t ranks, size_t bucket_bytes, size_t elem_bytes);
+
 /* The elements of bucket b in the space. */
 partition_range partition_bucket(const partition *plan, size_t bucket);
 
@@ -64,6 +78,9 @@ size_t partition_bucket_of(const partition *plan, size_t elem);
 
 /* Elements of one shard (slice) of bucket b; the same for every rank. */
 size_t partition_shard_elems(const partition *plan, size_t bucket);
+
+/* The largest of them; 0 for an empty space. */
+size_t partition_most_shard(const partition *plan);
 
 /* The slice of bucket b that `rank` owns, in the space. */
 partition_range partition_slice(const partition *plan, size_t bucket, size_t rank);

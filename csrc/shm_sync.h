@@ -121,6 +121,7 @@ typedef enum shm_kind {
     /* from here on: complete when all are done */
     SHM_REDUCE_SCATTER,
     SHM_ALL_GATHER,
+    SHM_ALL_GATHER_TO,
     SHM_ALL_REDUCE_WORDS,
     SHM_BROADCAST,
     SHM_KIND_COUNT

@@ -23,7 +23,7 @@ LAYERS = {
     "partition": "pure", "optim": "pure", "elem_update": "pure", "cpu_": "pure",
     "shm_segment": "system", "shm_sync": "system", "cpu_threads": "system", "cpu_dispatch": "system",
     "device.h": "interfaces", "comm.h": "interfaces",
-    "cpu_device": "backends", "shm_": "backends", "local_comm": "backends", "mem_": "backends", "comm.c": "backends",
+    "cpu_device": "backends", "cpu_slots": "backends", "shm_": "backends", "local_comm": "backends", "mem_": "backends", "comm.c": "backends",
     "engine": "engine", "bucket": "engine",
     "zero_c.h": "api", "zc_api": "api glue",
     "py_": "python", "dlpack_abi.h": "python",

@@ -355,6 +355,76 @@ static void test_one_copy(void)
     with_all_sizes(one_copy_body);
 }
 
+/* Slices that lie alike on all ranks come together elsewhere; or each rank fetches them itself. */
+static void gather_to_body(rank_state *s)
+{
+    enum { MOST = 3000, ROOM = 4 };
+    static const size_t sizes[] = {1, 64, 1000, MOST};
+    comm_channel *channel;
+    comm_region *region;
+    unsigned char *to[ROOM];
+    CHECK_OK(comm_channel_open(s->comm, "gather to", ROOM, &channel));
+    CHECK_OK(comm_region_alloc(channel, 2 * MOST, COMM_GROWS, &region));
+    CHECK_OK(comm_region_grow(region, 2 * MOST));
+    for (size_t k = 0; k < ROOM; k++)
+        to[k] = malloc(s->ranks * MOST + 1);
+    for (unsigned round = 0; round < 20; round++) {
+        comm_ticket tickets[ROOM];
+        unsigned char *own = region->base;
+        for (size_t i = 0; i < 2 * MOST; i++)
+            own[i] = (unsigned char)(i * 7 + s->rank * 31 + round);
+        for (size_t k = 0; k < ROOM; k++) { /* every rank begins with another tag */
+            uint32_t tag = (uint32_t)((k + s->rank) % ROOM);
+            memset(to[tag], 0xaa, s->ranks * sizes[tag] + 1);
+            CHECK_OK(comm_all_gather_to(channel, NULL, tag, region, round * 11 + tag, sizes[tag], to[tag],
+                                        &tickets[tag]));
+        }
+        for (size_t k = 0; k < ROOM; k++) {
+            size_t wrong = 0;
+            CHECK_OK(comm_wait(channel, tickets[k], NULL));
+            for (size_t q = 0; q < s->ranks; q++)
+                for (size_t i = 0; i < sizes[k]; i++)
+                    wrong += to[k][q * sizes[k] + i] != (unsigned char)((round * 11 + k + i) * 7 + q * 31 + round);
+            CHECK_EQ(wrong, 0);
+            CHECK_EQ(to[k][s->ranks * sizes[k]], 0xaa);
+        }
+        /* Nobody takes part in this; the barriers keep writers and readers apart. */
+        CHECK_OK(comm_barrier(s->comm));
+        for (size_t q = 0; q < s->ranks; q += 1 + s->rank % 2) {
+            const unsigned char *its = comm_peer(region, q);
+            size_t wrong = its == NULL || (q == s->rank && its != own);
+            for (size_t i = 0; its && i < 2 * MOST; i++)
+                wrong += its[i] != (unsigned char)(i * 7 + q * 31 + round);
+            CHECK_EQ(wrong, 0);
+        }
+        CHECK_OK(comm_barrier(s->comm));
+    }
+    comm_ticket ticket = 7;
+    CHECK_OK(comm_all_gather_to(channel, NULL, 0, region, 0, 0, NULL, &ticket));
+    CHECK_EQ(ticket, 0);
+    CHECK_EQ(comm_all_gather_to(channel, NULL, 0, region, 1, 2 * MOST, to[0], &ticket), ZC_EINVAL);
+    CHECK(text_has("all_gather_to") && text_has("goes over the end"));
+    CHECK_EQ(comm_all_gather_to(channel, NULL, 0, region, 0, 1, NULL, &ticket), ZC_EINVAL);
+    CHECK(text_has("into NULL"));
+    CHECK_EQ(comm_all_gather_to(channel, NULL, 0, NULL, 0, 1, to[0], &ticket), ZC_EINVAL);
+    CHECK_EQ(comm_all_gather_to(channel, NULL, ROOM, region, 0, 1, to[0], &ticket), ZC_EINVAL);
+    for (size_t k = 0; k < ROOM; k++)
+        free(to[k]);
+    comm_region_free(region);
+
+    CHECK_OK(comm_region_alloc(channel, 64, COMM_ONE_COPY, &region));
+    for (size_t q = 0; q < s->ranks; q++)
+        CHECK(comm_peer(region, q) == region->base);
+    CHECK_OK(comm_barrier(s->comm)); /* rank 0's memory */
+    comm_region_free(region);
+    comm_channel_close(channel);
+}
+
+static void test_gather_to(void)
+{
+    with_all_sizes(gather_to_body);
+}
+
 /* ---- exchange, barrier, arrays ----------------------------------------- */
 
 static void exchange_body(rank_state *s)
@@ -642,6 +712,25 @@ static void mismatch_tag_body(rank_state *s)
     comm_channel_close(channel);
 }
 
+static void mismatch_gather_body(rank_state *s)
+{
+    comm_channel *channel;
+    comm_region *region;
+    comm_ticket ticket;
+    char to[8 * RANKS_MAX];
+    CHECK_OK(comm_channel_open(s->comm, "gathers", 1, &channel));
+    CHECK_OK(comm_region_alloc(channel, 8 * RANKS_MAX, 0, &region));
+    zc_status status = s->rank ? comm_all_gather_to(channel, NULL, 0, region, 0, 8, to, &ticket)
+                               : comm_all_gather_to(channel, NULL, 0, region, 0, 7, to, &ticket);
+    if (status == ZC_OK)
+        status = comm_wait(channel, ticket, NULL);
+    CHECK_EQ(status, ZC_EMISMATCH);
+    CHECK(text_has("all_gather_to(8 bytes a slice") && text_has("all_gather_to(7 bytes a slice"));
+    after_failure(s, ZC_EMISMATCH);
+    comm_region_free(region);
+    comm_channel_close(channel);
+}
+
 static void mismatch_channel_body(rank_state *s)
 {
     comm_channel *channel;
@@ -657,6 +746,7 @@ static void test_mismatch(void)
     with_ranks(2, 20 * SECOND, mismatch_kind_body);
     with_ranks(2, 20 * SECOND, mismatch_tag_body);
     with_ranks(2, 20 * SECOND, mismatch_channel_body);
+    with_ranks(2, 20 * SECOND, mismatch_gather_body);
 }
 
 static uint64_t now_ns(void)
@@ -997,6 +1087,7 @@ int main(int argc, char **argv)
     RUN(test_many_tags_in_any_order);
     RUN(test_words_and_broadcast);
     RUN(test_one_copy);
+    RUN(test_gather_to);
     RUN(test_exchange);
     RUN(test_barrier);
     RUN(test_arrays);

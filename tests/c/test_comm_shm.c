@@ -270,6 +270,51 @@ static void test_regions(void)
     with_ranks(3, regions_body);
 }
 
+/* What a rank writes, others read where it is, also memory that came piece by piece; and gather it elsewhere. */
+static void peers(zc_comm *comm)
+{
+    enum { BYTES = 300000, PIECES = 5 };
+    comm_channel *channel;
+    comm_region *region;
+    comm_ticket ticket;
+    unsigned char *to = malloc(comm->ranks * BYTES);
+    CHECK_OK(comm_channel_open(comm, "gathers", 2, &channel));
+    CHECK_OK(comm_region_alloc(channel, BYTES, COMM_GROWS, &region));
+    for (size_t piece = 0; piece < PIECES; piece++) {
+        unsigned char *own = (unsigned char *)region->base + piece * (BYTES / PIECES);
+        CHECK_OK(comm_region_grow(region, (piece + 1) * (BYTES / PIECES)));
+        for (size_t i = 0; i < BYTES / PIECES; i++)
+            own[i] = (unsigned char)(comm->rank * 50 + piece * 7 + i);
+    }
+    CHECK_OK(comm_barrier(comm));
+    for (size_t q = 0; q < comm->ranks; q++)
+        memcpy(to + q * BYTES, comm_peer(region, q), BYTES);
+    for (int turn = 0; turn < 2; turn++) {
+        size_t wrong = 0;
+        for (size_t q = 0; q < comm->ranks; q++)
+            for (size_t k = 0; k < BYTES; k++)
+                wrong += to[q * BYTES + k] != (unsigned char)(q * 50 + k / (BYTES / PIECES) * 7 + k % (BYTES / PIECES));
+        CHECK_EQ(wrong, 0);
+        memset(to, 0, comm->ranks * BYTES);
+        CHECK_OK(comm_all_gather_to(channel, NULL, 1, region, 0, BYTES, to, &ticket));
+        CHECK_OK(comm_wait(channel, ticket, NULL));
+    }
+    free(to);
+    comm_region_free(region);
+    comm_channel_close(channel);
+}
+
+static int peers_body(size_t rank, size_t ranks)
+{
+    return with_comm(rank, ranks, peers);
+}
+
+static void test_peers(void)
+{
+    for (size_t ranks = 1; ranks <= 4; ranks++)
+        with_ranks(ranks, peers_body);
+}
+
 static void groups(zc_comm *comm)
 {
     zc_comm *pair;
@@ -614,6 +659,7 @@ int main(int argc, char **argv)
     }
     RUN(test_steps);
     RUN(test_regions);
+    RUN(test_peers);
     RUN(test_groups);
     RUN(test_open_again);
     RUN(test_killed_rank);

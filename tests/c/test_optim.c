@@ -335,7 +335,7 @@ static void threads_change_no_bit(void)
         CHECK(!memcmp(got->p, got->g, sizeof got->p));
         CHECK_OK(DEVICE_CALL(device, copy, NULL, got->m, got->p, sizeof got->m));
         CHECK(!memcmp(got->m, got->g, sizeof got->m));
-        CHECK_OK(DEVICE_CALL(device, zero, NULL, got->m, sizeof got->m));
+        CHECK_OK(DEVICE_CALL(device, fill, NULL, got->m, 0, sizeof got->m));
         CHECK(got->m[0] == 0 && !memcmp(got->m, got->m + 1, sizeof got->m - sizeof *got->m));
         got->g[77] = INFINITY, got->g[SHARD - 1] = NAN;
         CHECK_OK(DEVICE_CALL(device, sum_squares, NULL, &c.stats, &flags, got->g, SHARD, ZC_FLOAT32));

@@ -50,7 +50,7 @@ static char *window_of(const zc_engine *engine, const engine_space *space, size_
 static char *scratch_of(const engine_space *space, size_t bucket)
 {
     return (char *)space->scratch +
-           bucket % space->scratch_slots * partition_shard_elems(&space->plan, 0) * space->sum_bytes;
+           bucket % space->scratch_slots * partition_most_shard(&space->plan) * space->sum_bytes;
 }
 
 /* Where the sum of this rank's slice of a bucket is kept; NULL: only its 16-bit form is. */
@@ -114,7 +114,7 @@ static zc_status post(zc_engine *engine, engine_space *space, size_t b)
     else if (own_goes_home(engine, space) && bucket->has_data)
         args.own = args.to;
     if (raw_sums(engine, space) && !bucket->has_data) /* the window is the sum */
-        ZC_TRY(engine->device->ops->zero(engine->device, engine->stream, window, shard * space->elem_bytes));
+        ZC_TRY(engine->device->ops->fill(engine->device, engine->stream, window, 0, shard * space->elem_bytes));
     ZC_TRY(comm_reduce_scatter(space->channel, engine->stream, &args, &bucket->ticket));
     bucket->state = BUCKET_POSTED;
     space->in_flight++;
@@ -259,7 +259,7 @@ static zc_status fill(zc_engine *engine, engine_space *space, size_t b, size_t b
         if (to && from)
             ZC_TRY(ops->copy(engine->device, engine->stream, to, from, (stop - begin) * bytes));
         else if (to)
-            ZC_TRY(ops->zero(engine->device, engine->stream, to, (stop - begin) * bytes));
+            ZC_TRY(ops->fill(engine->device, engine->stream, to, 0, (stop - begin) * bytes));
         if (from)
             from += (stop - begin) * bytes;
         begin = stop;
@@ -313,7 +313,7 @@ static zc_status wait_for_room(zc_engine *engine, engine_space *space, size_t b)
 static void lend(zc_engine *engine, engine_space *space, size_t b, engine_param *param)
 {
     partition_range own = partition_slice(&space->plan, b, engine->rank);
-    if (engine->config.stage != 2)
+    if (engine->config.stage < 2)
         return; /* stages 0 and 1: a gradient that waits would only be memory on top */
     if (own.begin < param->offset || own.end > param->offset + param->elems)
         return;
@@ -355,7 +355,7 @@ static zc_status deliver_waiting(zc_engine *engine, engine_space *space)
         engine_param *param = &engine->params[space->order[k]];
         if (!param->owner || delivered(space, param))
             continue;
-        ZC_TRY(deliver(engine, param, 0, 1));
+        ZC_TRY(deliver(engine, param, 1, 1));
         if (!delivered(space, param))
             continue;
         space->waiting--;
@@ -387,9 +387,13 @@ static zc_status accept(zc_engine *engine, size_t index, const void *grad, void 
 {
     if (index >= engine->param_count)
         return zc_fail(ZC_EINVAL, "gradient for parameter %zu, but there are %zu", index, engine->param_count);
+    ZC_TRY(engine_check_loaded(engine));
     ZC_TRY(round_settle(engine));
     engine_param *param = &engine->params[index];
     engine_space *space = &engine->spaces[param->space];
+    if (param->frozen)
+        return zc_fail(ZC_EINVAL, "rank %zu: a gradient for %s, which is frozen", engine->rank,
+                       engine_param_name(engine, index));
     if (!engine->round_open)
         ZC_TRY(round_begin(engine));
     if (param->arrived)

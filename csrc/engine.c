@@ -40,7 +40,7 @@ static void release(zc_engine *engine, void *memory, size_t bytes, uint64_t *acc
     *account -= bytes;
 }
 
-static char *copy_text(const char *text)
+char *engine_copy_text(const char *text)
 {
     size_t bytes = strlen(text) + 1;
     char *copy = zc_malloc(bytes);
@@ -52,30 +52,49 @@ static char *copy_text(const char *text)
 /* Elements of a space for which this rank keeps optimizer state. */
 static size_t state_elems(const zc_engine *engine, const engine_space *space)
 {
+    if (space->frozen)
+        return 0;
     return engine->config.stage == 0 ? space->plan.total_elems : partition_shard_total(&space->plan);
 }
 
-static uint64_t parameter_bytes(const zc_engine *engine, const engine_space *space)
+/* Bytes of parameters that are always there. */
+static size_t kept_bytes(const zc_engine *engine, const engine_space *space)
 {
-    uint64_t bytes = (uint64_t)space->plan.total_elems * space->elem_bytes;
-    return engine->config.shared_params ? bytes / engine->comm->local_ranks : bytes;
+    size_t elems = engine->config.stage == 3 ? partition_shard_total(&space->plan) : space->plan.total_elems;
+    return elems * space->elem_bytes;
 }
 
 /* ---- reserve: memory of spaces and of what is kept per parameter ----------- */
 
-/* Memory of a space, except the optimizer's state. */
-static zc_status reserve(zc_engine *engine, engine_space *space, size_t number)
+/* The parameters' memory: as much as is loaded into it. */
+static zc_status reserve_params(zc_engine *engine, engine_space *space, size_t number)
 {
     char name[32];
-    int stage = engine->config.stage;
-    size_t total = space->plan.total_elems;
     unsigned shared = engine->config.shared_params ? COMM_ONE_COPY : 0;
+    size_t kept = kept_bytes(engine, space);
+    comm_channel *home;
     snprintf(name, sizeof name, "space %zu", number);
     ZC_TRY(comm_channel_open(engine->comm, name, (uint32_t)(2 * space->plan.buckets + 1), &space->channel));
-    ZC_TRY(comm_region_alloc(space->channel, total * space->elem_bytes, COMM_GROWS | shared, &space->param));
-    engine->memory.parameters += parameter_bytes(engine, space);
+    home = engine->config.stage == 3 ? engine->gathers : space->channel;
+    ZC_TRY(comm_region_alloc(home, kept, COMM_GROWS | shared, &space->param));
+    engine->memory.parameters += engine->config.shared_params ? kept / engine->comm->local_ranks : kept;
+    return ZC_OK;
+}
 
-    space->slot_bytes = space->plan.buckets ? partition_bucket(&space->plan, 0).end * space->elem_bytes : 0;
+static zc_status reserve_state(zc_engine *engine, engine_space *space);
+
+/*
+ * Everything else that is kept of a space.  After its parameters have been
+ * loaded: until then the caller has the values too.
+ */
+static zc_status reserve_rest(zc_engine *engine, engine_space *space)
+{
+    int stage = engine->config.stage;
+    size_t total = space->plan.total_elems;
+    if (space->frozen)
+        return ZC_OK;
+
+    space->slot_bytes = partition_most_shard(&space->plan) * engine->ranks * space->elem_bytes;
     if (stage == 1) {
         space->slots = space->plan.buckets;
         ZC_TRY(comm_region_alloc(space->channel, total * space->elem_bytes, 0, &space->window));
@@ -90,13 +109,13 @@ static zc_status reserve(zc_engine *engine, engine_space *space, size_t number)
         ZC_TRY(comm_region_alloc(space->channel, total * space->sum_bytes, 0, &space->full_sums));
         engine->memory.gradients += total * space->sum_bytes;
     }
-    if (stage == 2)
+    if (stage >= 2)
         ZC_TRY(engine_alloc(engine, state_elems(engine, space) * space->sum_bytes, &engine->memory.gradients,
                             &space->sums));
     if (stage == 1 && space->elem_bytes < space->sum_bytes && space->plan.buckets) {
         space->scratch_slots = space->plan.buckets < ENGINE_SCRATCH_SLOTS ? space->plan.buckets : ENGINE_SCRATCH_SLOTS;
         ZC_TRY(engine_alloc(engine,
-                            space->scratch_slots * partition_shard_elems(&space->plan, 0) * space->sum_bytes,
+                            space->scratch_slots * partition_most_shard(&space->plan) * space->sum_bytes,
                             &engine->memory.buffers, &space->scratch));
     }
     ZC_TRY(engine_alloc(engine, state_elems(engine, space) * zc_dtype_master_bytes(space->dtype),
@@ -107,7 +126,7 @@ static zc_status reserve(zc_engine *engine, engine_space *space, size_t number)
         ZC_TRY(engine_alloc(engine, bytes, &engine->memory.optimizer_state, &space->v));
     }
     if (stage == 0 && engine->config.shared_params && space->plan.buckets) {
-        size_t bytes = partition_shard_elems(&space->plan, 0) * space->elem_bytes;
+        size_t bytes = partition_most_shard(&space->plan) * space->elem_bytes;
         if (bytes > engine->slice_scratch_bytes) {
             release(engine, engine->slice_scratch, engine->slice_scratch_bytes, &engine->memory.buffers);
             engine->slice_scratch = NULL;
@@ -116,19 +135,21 @@ static zc_status reserve(zc_engine *engine, engine_space *space, size_t number)
             engine->slice_scratch_bytes = bytes;
         }
     }
-    return ZC_OK;
+    return reserve_state(engine, space);
 }
 
-static zc_status add_space(zc_engine *engine, zc_dtype dtype, size_t first_param)
+/* A space for the parameters from first_param on that are of this type, and frozen or not. */
+static zc_status add_space(zc_engine *engine, zc_dtype dtype, int frozen, size_t first_param)
 {
     engine_space *space = &engine->spaces[engine->space_count];
     size_t count = 0;
     memset(space, 0, sizeof *space);
     for (size_t i = first_param; i < engine->param_count; i++)
-        count += engine->params[i].dtype == dtype;
+        count += engine->params[i].dtype == dtype && engine->params[i].frozen == frozen;
     if (!count)
         return ZC_OK;
     space->dtype = dtype;
+    space->frozen = frozen;
     space->sum_dtype = zc_dtype_sum(dtype);
     space->elem_bytes = zc_dtype_bytes(dtype);
     space->sum_bytes = zc_dtype_bytes(space->sum_dtype);
@@ -137,8 +158,9 @@ static zc_status add_space(zc_engine *engine, zc_dtype dtype, size_t first_param
 
     ZC_TRY(plan_layout(engine, space, first_param, count));
     ZC_TRY(plan_buckets(space, engine->params));
-    ZC_TRY(plan_spans(engine, space));
-    return reserve(engine, space, engine->space_count - 1);
+    if (!frozen)
+        ZC_TRY(plan_spans(engine, space));
+    return reserve_params(engine, space, engine->space_count - 1);
 }
 
 /* Arrays with one entry per parameter grow with them; what they hold is kept. */
@@ -183,7 +205,19 @@ static zc_status grow_segments(zc_engine *engine, size_t before)
     return engine_alloc(engine, stats_bytes, &engine->memory.buffers, &engine->stats_sum);
 }
 
-zc_status engine_ensure_state(zc_engine *engine, const zc_options *groups)
+/* Arrays that some group's options call for. */
+static zc_status reserve_state(zc_engine *engine, engine_space *space)
+{
+    size_t bytes = state_elems(engine, space) * space->sum_bytes;
+    if ((engine->state_flags & ENGINE_HAS_MOMENTUM) && !space->m)
+        ZC_TRY(engine_alloc(engine, bytes, &engine->memory.optimizer_state, &space->m));
+    if ((engine->state_flags & ENGINE_HAS_AMSGRAD) && !space->vmax)
+        ZC_TRY(engine_alloc(engine, bytes, &engine->memory.optimizer_state, &space->vmax));
+    return ZC_OK;
+}
+
+/* The flags of the arrays that these options call for. */
+static int wanted_state(const zc_engine *engine, const zc_options *groups)
 {
     int want = 0;
     for (size_t g = 0; g < engine->group_count; g++) {
@@ -192,16 +226,14 @@ zc_status engine_ensure_state(zc_engine *engine, const zc_options *groups)
         if (engine->config.rule != OPTIM_SGD && groups[g].amsgrad)
             want |= ENGINE_HAS_AMSGRAD;
     }
-    want |= engine->state_flags;
-    for (size_t s = 0; want && s < engine->space_count; s++) {
-        engine_space *space = &engine->spaces[s];
-        size_t bytes = state_elems(engine, space) * space->sum_bytes;
-        if ((want & ENGINE_HAS_MOMENTUM) && !space->m)
-            ZC_TRY(engine_alloc(engine, bytes, &engine->memory.optimizer_state, &space->m));
-        if ((want & ENGINE_HAS_AMSGRAD) && !space->vmax)
-            ZC_TRY(engine_alloc(engine, bytes, &engine->memory.optimizer_state, &space->vmax));
-    }
-    engine->state_flags = want;
+    return want;
+}
+
+zc_status engine_ensure_state(zc_engine *engine, const zc_options *groups)
+{
+    engine->state_flags |= wanted_state(engine, groups);
+    for (size_t s = 0; engine->state_flags && s < engine->space_count; s++)
+        ZC_TRY(reserve_state(engine, &engine->spaces[s]));
     return ZC_OK;
 }
 
@@ -213,7 +245,7 @@ static zc_status register_params(zc_engine *engine, const zc_param *params, size
     if (!all)
         return zc_fail(ZC_ENOMEM, "no memory for %zu parameters", before + count);
     engine->params = all;
-    engine_space *spaces = zc_realloc(engine->spaces, (engine->space_count + 4) * sizeof *spaces);
+    engine_space *spaces = zc_realloc(engine->spaces, (engine->space_count + 8) * sizeof *spaces);
     if (!spaces)
         return zc_fail(ZC_ENOMEM, "no memory for the plan");
     engine->spaces = spaces;
@@ -223,16 +255,22 @@ static zc_status register_params(zc_engine *engine, const zc_param *params, size
         param->elems = params[i].elems;
         param->dtype = params[i].dtype;
         param->group = params[i].group;
+        param->unit = params[i].unit;
+        param->frozen = params[i].frozen != 0;
         engine->param_count++;
-        if (params[i].name && !(param->name = copy_text(params[i].name)))
+        if (params[i].name && !(param->name = engine_copy_text(params[i].name)))
             return zc_fail(ZC_ENOMEM, "no memory for the name of parameter %zu", before + i);
     }
     engine->group_count = group_count;
-    for (int dtype = ZC_FLOAT32; dtype <= ZC_FLOAT16; dtype++)
-        ZC_TRY(add_space(engine, (zc_dtype)dtype, before));
+    for (int frozen = 0; frozen <= 1; frozen++)
+        for (int dtype = ZC_FLOAT32; dtype <= ZC_FLOAT16; dtype++)
+            ZC_TRY(add_space(engine, (zc_dtype)dtype, frozen, before));
     ZC_TRY(plan_sequence(engine));
+    if (engine->config.stage == 3)
+        ZC_TRY(stage3_reserve(engine));
     ZC_TRY(grow_segments(engine, before));
-    ZC_TRY(engine_ensure_state(engine, groups));
+    engine->state_flags |= wanted_state(engine, groups);
+    engine->loading = 1;
 
     int all_given = 1;
     for (size_t i = 0; i < count; i++)
@@ -267,13 +305,18 @@ zc_status engine_create(zc_comm *comm, zc_device *device, zc_stream *stream, con
     if (status == ZC_OK && (count == 0 || group_count == 0))
         status = zc_fail(ZC_EINVAL, "%zu parameters in %zu groups; at least one of each is needed", count, group_count);
     if (status == ZC_OK)
-        status = engine_check_params(params, count, group_count);
+        status = engine_check_params(engine, params, count, group_count);
     for (size_t g = 0; status == ZC_OK && g < group_count; g++)
         status = optim_check(config->rule, &groups[g]);
+    if (status == ZC_OK && config->stage == 3)
+        status = stage3_copy_units(engine, config);
+    engine->config.units = NULL; /* the caller's */
     if (status == ZC_OK)
         status = comm_channel_open(comm, "engine", CONTROL_TAGS, &engine->control);
     if (status == ZC_OK)
         status = engine_compare(engine, params, count, groups, group_count);
+    if (status == ZC_OK && config->stage == 3)
+        status = comm_channel_open(comm, "gathers", UNIT_TAGS, &engine->gathers);
     if (status == ZC_OK)
         status = engine_alloc(engine, sizeof *engine->result, &engine->memory.buffers, &engine->result);
     if (status == ZC_OK)
@@ -294,7 +337,10 @@ zc_status zc_engine_add_params(zc_engine *engine, const zc_param *params, size_t
     if (group_count < engine->group_count)
         return zc_fail(ZC_EINVAL, "%zu groups given, but the engine has %zu; groups are never removed", group_count,
                        engine->group_count);
-    ZC_TRY(engine_check_params(params, count, group_count));
+    if (engine->config.stage == 3)
+        return zc_fail(ZC_EINVAL, "rank %zu: at stage 3 parameters cannot be added to an engine: the units' memory is "
+                       "laid out once; give all of them at the start", engine->rank);
+    ZC_TRY(engine_check_params(engine, params, count, group_count));
     for (size_t g = 0; g < group_count; g++)
         ZC_TRY(optim_check(engine->config.rule, &groups[g]));
     if (engine->round_open && !engine->round_aborted)
@@ -316,10 +362,19 @@ zc_status zc_engine_load_param(zc_engine *engine, size_t index, const void *valu
     if (param->elems == 0)
         return ZC_OK;
     size_t end = param->extent * space->elem_bytes, bytes = param->elems * space->elem_bytes;
+    if (engine->config.stage == 3) {
+        size_t last = partition_bucket_of(&space->plan, param->extent - 1);
+        end = partition_shard_offset(&space->plan, last) + partition_shard_elems(&space->plan, last);
+        end *= space->elem_bytes;
+    }
     if (end > space->grown_bytes) {
         ZC_TRY(comm_region_grow(space->param, end));
         space->grown_bytes = end;
     }
+    if (engine->config.stage == 3)
+        return stage3_load(engine, index, values);
+    if (!values)
+        return zc_fail(ZC_EINVAL, "rank %zu: no values for %s", engine->rank, engine_param_name(engine, index));
     if (engine->config.shared_params && engine->rank != 0)
         return ZC_OK; /* the one copy is rank 0's */
     return engine->device->ops->upload(engine->device, engine->stream, zc_engine_param(engine, index), values, bytes);
@@ -329,11 +384,14 @@ zc_status zc_engine_publish(zc_engine *engine)
 {
     for (size_t s = 0; s < engine->space_count; s++) {
         engine_space *space = &engine->spaces[s];
-        size_t bytes = space->plan.total_elems * space->elem_bytes;
+        size_t bytes = kept_bytes(engine, space);
         if (space->grown_bytes == SIZE_MAX || !bytes)
             continue;
         ZC_TRY(comm_region_grow(space->param, bytes));
-        space->grown_bytes = SIZE_MAX; /* complete: nothing is loaded into it any more */
+        space->grown_bytes = SIZE_MAX;
+        ZC_TRY(reserve_rest(engine, space));
+        if (engine->config.stage == 3)
+            continue; /* rank 0's values were sent around when they were loaded */
         for (size_t b = 0; b < space->plan.buckets; b++) {
             partition_range range = partition_bucket(&space->plan, b);
             ZC_TRY(comm_broadcast(space->channel, engine->stream, SPACE_TAG_GATHER(b), space->param,
@@ -348,7 +406,17 @@ zc_status zc_engine_publish(zc_engine *engine)
         for (size_t b = 0; b < space->plan.buckets; b++)
             ZC_TRY(comm_wait(space->channel, space->buckets[b].ticket, engine->stream));
     }
-    return zc_engine_refresh(engine, SIZE_MAX);
+    ZC_TRY(zc_engine_refresh(engine, SIZE_MAX));
+    engine->loading = 0;
+    return engine->config.stage == 3 ? stage3_written(engine, "construction") : ZC_OK;
+}
+
+zc_status engine_check_loaded(const zc_engine *engine)
+{
+    if (!engine->loading)
+        return ZC_OK;
+    return zc_fail(ZC_ESTATE, "rank %zu: the parameters are not complete yet; load them, then call zc_engine_publish",
+                   engine->rank);
 }
 
 void *zc_engine_param(const zc_engine *engine, size_t index)
@@ -357,7 +425,14 @@ void *zc_engine_param(const zc_engine *engine, size_t index)
         return NULL;
     const engine_param *param = &engine->params[index];
     const engine_space *space = &engine->spaces[param->space];
-    return engine_at(space->param->base, param->offset, space->elem_bytes);
+    if (engine->config.stage < 3)
+        return engine_at(space->param->base, param->offset, space->elem_bytes);
+    const engine_unit *unit = &engine->units[param->unit];
+    const engine_part *part = unit->parts;
+    while (part->space != param->space)
+        part++;
+    size_t inside = param->offset - partition_bucket(&space->plan, part->first_bucket).begin;
+    return unit->base + part->offset_bytes + inside * space->elem_bytes;
 }
 
 size_t zc_engine_param_count(const zc_engine *engine)
@@ -409,7 +484,7 @@ static void destroy_space(zc_engine *engine, engine_space *space)
     release(engine, space->master, state * zc_dtype_master_bytes(space->dtype), &memory->master);
     if (space->scratch)
         release(engine, space->scratch,
-                space->scratch_slots * partition_shard_elems(&space->plan, 0) * space->sum_bytes, &memory->buffers);
+                space->scratch_slots * partition_most_shard(&space->plan) * space->sum_bytes, &memory->buffers);
     if (space->spans)
         release(engine, space->spans,
                 space->span_first[space->plan.buckets * engine_pieces(engine)] * sizeof *space->spans,
@@ -421,6 +496,7 @@ static void destroy_space(zc_engine *engine, engine_space *space)
     zc_free(space->buckets);
     zc_free(space->order);
     zc_free(space->span_first);
+    zc_free(space->starts);
 }
 
 void zc_engine_destroy(zc_engine *engine)
@@ -444,6 +520,8 @@ void zc_engine_destroy(zc_engine *engine)
     release(engine, engine->flags, sizeof *engine->flags, buffers);
     release(engine, engine->slice_scratch, engine->slice_scratch_bytes, buffers);
     comm_region_free(engine->stats);
+    comm_channel_close(engine->gathers); /* first: nothing that is still under way may write to slots */
+    stage3_release(engine);
     comm_channel_close(engine->control);
     engine->device->ops->destroy(engine->device);
     zc_free(engine->sequence);

@@ -1,6 +1,5 @@
 /*
- * The engine's own data: what the files engine.c, bucket.c, engine_round.c,
- * engine_step.c and engine_state.c share.  Its public face is zero_c.h.
+ * The engine's own data: what the files engine*.c and bucket.c share.  Its public face is zero_c.h.
  *
  * The engine knows ranks, buckets and tickets, and neither a backend nor an
  * operating system: memory and arithmetic come from a zc_device, messages from
@@ -8,16 +7,16 @@
  * right even if the device and the communicator put all work off.
  *
  *   register -> plan -> accumulate -> reduce -> update -> gather
- *   engine.c            bucket.c, engine_round.c   engine_step.c
+ *   engine.c            bucket.c, engine_round.c   engine_step.c, engine_stage3.c
  *
  * Parameters of one dtype that were added together form a space (partition.h).
  * What a space keeps, by stage (N ranks, elements of the space):
  *
- *              stage 0            stage 1               stage 2
- *   param      all                all                   all
- *   window     ring of slots      a slot per bucket     ring of slots
- *   sums       all (region)       in the spent slots    1/N
- *   state      all                1/N                   1/N
+ *              stage 0            stage 1               stage 2          stage 3
+ *   param      all                all                   all              1/N
+ *   window     ring of slots      a slot per bucket     ring of slots    ring of slots
+ *   sums       all (region)       in the spent slots    1/N              1/N
+ *   state      all                1/N                   1/N              1/N
  *
  * `sums` are the reduced gradients, in fp32 (fp64).  In stage 1 a bucket's sum
  * overwrites its spent window: in place for fp32 and fp64, at the window's
@@ -38,6 +37,8 @@
 #define ENGINE_SCRATCH_SLOTS 4u            /* 16-bit stage 1: reductions in flight */
 
 enum { CONTROL_TAG_MEET, CONTROL_TAG_STATS, CONTROL_TAGS };
+
+#define UNIT_TAGS 64u /* of the channel of gathers: as many of them may be under way */
 
 /* Tags of bucket b on its space's channel. */
 #define SPACE_TAG_REDUCE(b) ((uint32_t)(2 * (b)))
@@ -69,6 +70,8 @@ typedef struct engine_param {
     size_t space;
     size_t offset;        /* first element in the space */
     size_t extent;        /* end of its padded extent in the space */
+    size_t unit;          /* stage 3 */
+    int frozen;
     int arrived;          /* had a gradient in the open round */
     int used;             /* had one since the last step, on this rank */
     const void *grad;     /* held: until `next_bucket` has passed its last one and nothing of it is lent */
@@ -79,13 +82,15 @@ typedef struct engine_param {
 } engine_param;
 
 typedef struct engine_space {
+    int frozen;               /* stage 3: its parameters are not trained; only `param` is kept */
+    size_t *starts;           /* stage 3: the plan's table of buckets */
     zc_dtype dtype, sum_dtype;
     size_t elem_bytes, sum_bytes;
     partition plan;
     comm_channel *channel;
     comm_region *param, *window;
     size_t slots, slot_bytes;
-    size_t grown_bytes;       /* of `param`, while it is loaded */
+    size_t grown_bytes;       /* of `param`, while it is loaded; SIZE_MAX: it is complete */
 
     comm_region *full_sums;   /* stage 0 */
     void *sums;               /* stage 2: the shards' sums; stage 1: only from the second backward on */
@@ -111,6 +116,34 @@ typedef struct engine_turn {
     uint32_t space, bucket;
 } engine_turn;
 
+/* The buckets of one space that belong to a unit. */
+typedef struct engine_part {
+    size_t space, first_bucket, end_bucket;
+    size_t offset_bytes;      /* of the first one in the unit's range */
+} engine_part;
+
+typedef struct engine_unit {
+    char *name;
+    uint32_t level;
+    int resident;
+    engine_part *parts;       /* at most one for each space */
+    size_t part_count;
+    size_t bytes;             /* of its range; 0: it has no elements, and no slot */
+    char *base;               /* its range */
+    size_t mapped_bytes;
+    size_t slot;
+    size_t users;             /* acquired and not released */
+    size_t next[2];           /* the one to come after it in forward, in backward; ZC_NO_UNIT: none */
+} engine_unit;
+
+typedef struct engine_slot {
+    device_slot memory;
+    size_t owner;             /* the unit whose parameters are in it; ZC_NO_UNIT: none */
+    uint64_t generation;      /* gathers into it */
+    comm_ticket *tickets;     /* of the gathers into it that nothing has been ordered after; room for one gather */
+    size_t ticket_count, ticket_room;
+} engine_slot;
+
 struct zc_engine {
     zc_comm *comm;
     zc_device *device;
@@ -127,7 +160,18 @@ struct zc_engine {
     size_t turns;
     size_t next_turn;         /* where the communicator wants an order: the next to be posted */
     size_t group_count;
-    int state_flags;          /* ENGINE_HAS_*: arrays that exist */
+    int state_flags;          /* ENGINE_HAS_*: arrays that exist, or will with the spaces that are loaded now */
+    int loading;              /* parameters were registered, and not published yet */
+
+    engine_unit *units;       /* stage 3 */
+    size_t unit_count;
+    engine_slot *slots;
+    size_t slot_count;
+    comm_channel *gathers;
+    uint32_t next_gather_tag;
+    size_t last_unit;         /* acquired last, not resident; ZC_NO_UNIT: the order begins anew */
+    int last_backward;
+    uint64_t backward_round;  /* in which round a unit was last acquired for backward; UINT64_MAX: not since the step */
 
     device_segment *segments; /* device memory, one per parameter */
     size_t segment_count;     /* entries of segments and scalars */
@@ -178,6 +222,20 @@ static inline partition_range engine_piece(const zc_engine *engine, const engine
     return partition_slice(&space->plan, bucket, engine->rank);
 }
 
+/* This rank's memory of an element of bucket b of a space: at stage 3 it must own it. */
+static inline char *engine_param_at(const zc_engine *engine, const engine_space *space, size_t b, size_t elem)
+{
+    if (engine->config.stage == 3)
+        elem = partition_shard_offset(&space->plan, b) + (elem - partition_slice(&space->plan, b, engine->rank).begin);
+    return (char *)space->param->base + elem * space->elem_bytes;
+}
+
+/* Whether ranks can read each other's regions. */
+static inline int engine_reads_peers(const zc_engine *engine)
+{
+    return engine->comm->ops->peer != NULL;
+}
+
 static inline void *engine_at(void *array, size_t elem, size_t elem_bytes)
 {
     return array ? (char *)array + elem * elem_bytes : NULL;
@@ -186,8 +244,14 @@ static inline void *engine_at(void *array, size_t elem, size_t elem_bytes)
 /* Device memory, zero-filled, counted in *account. */
 zc_status engine_alloc(zc_engine *engine, size_t bytes, uint64_t *account, void *out);
 
+/* ZC_ESTATE between registering parameters and zc_engine_publish. */
+zc_status engine_check_loaded(const zc_engine *engine);
+
 /* Arrays that the options of `groups` need and that do not exist yet. */
 zc_status engine_ensure_state(zc_engine *engine, const zc_options *groups);
+
+/* A copy of a text; NULL without memory. */
+char *engine_copy_text(const char *text);
 
 /* "parameter 3 (encoder.weight)", in a buffer of the thread. */
 const char *engine_param_name(const zc_engine *engine, size_t index);
@@ -216,8 +280,11 @@ zc_status bucket_sums(zc_engine *engine, engine_space *space, size_t bucket, siz
 /* ---- engine_round.c ---------------------------------------------------- */
 
 typedef enum meet_kind {
-    MEET_END_ROUND = 1, MEET_ABORT = 2, MEET_STEP = 3, MEET_CLIP = 4, MEET_READ = 5, MEET_SYNC = 6, MEET_ADD = 7
+    MEET_END_ROUND = 1, MEET_ABORT = 2, MEET_STEP = 3, MEET_CLIP = 4, MEET_READ = 5, MEET_SYNC = 6, MEET_ADD = 7,
+    MEET_GATHER = 8, MEET_STORE = 9, MEET_FETCH = 10
 } meet_kind;
+
+#define MEET_WHAT_BYTES 64u
 
 /*
  * All ranks come together for one operation; `detail` must agree.  A rank that
@@ -225,6 +292,9 @@ typedef enum meet_kind {
  * comes again.
  */
 zc_status round_meet(zc_engine *engine, meet_kind kind, uint64_t detail, const char *what);
+
+/* The same in the middle of a round, without touching it: all ranks do this now, or all get ZC_EMISMATCH. */
+zc_status round_agree(zc_engine *engine, meet_kind kind, uint64_t detail, const char *what);
 
 /* Opens a round: nothing has arrived. */
 zc_status round_begin(zc_engine *engine);
@@ -244,7 +314,7 @@ uint64_t engine_hash_options(uint64_t hash, const zc_options *groups, size_t gro
 /* ---- engine_compare.c, engine_plan.c ----------------------------------- */
 
 zc_status engine_check_config(const zc_engine_config *config);
-zc_status engine_check_params(const zc_param *params, size_t count, size_t group_count);
+zc_status engine_check_params(const zc_engine *engine, const zc_param *params, size_t count, size_t group_count);
 /* Collective. ZC_EMISMATCH names the first difference. */
 zc_status engine_compare(zc_engine *engine, const zc_param *params, size_t count, const zc_options *groups,
                          size_t group_count);
@@ -254,6 +324,24 @@ zc_status plan_buckets(engine_space *space, const engine_param *params);
 zc_status plan_spans(zc_engine *engine, engine_space *space);
 /* After all spaces are planned. */
 zc_status plan_sequence(zc_engine *engine);
+
+/* Stage 3: which buckets of which spaces a unit is. After all spaces are planned. */
+zc_status plan_units(zc_engine *engine);
+
+/* ---- engine_stage3.c --------------------------------------------------- */
+
+zc_status stage3_copy_units(zc_engine *engine, const zc_engine_config *config);
+/* Slots, and the units' addresses. */
+zc_status stage3_reserve(zc_engine *engine);
+void stage3_release(zc_engine *engine);
+/* ZC_ESTATE if a unit is acquired; `what` is not possible then. */
+zc_status stage3_check_unused(const zc_engine *engine, const char *what);
+/* The stream goes on when no gather reads shards any more: before they are written. */
+zc_status stage3_settle(zc_engine *engine);
+/* Collective: the shards were written. Returns when all ranks have written theirs; nothing gathered before counts. */
+zc_status stage3_written(zc_engine *engine, const char *what);
+/* Collective: takes this rank's slices of rank 0's values. */
+zc_status stage3_load(zc_engine *engine, size_t index, const void *values);
 
 /* ---- engine.c ---------------------------------------------------------- */
 

@@ -28,17 +28,26 @@ uint64_t engine_hash_options(uint64_t hash, const zc_options *groups, size_t gro
 
 zc_status engine_check_config(const zc_engine_config *config)
 {
-    if (config->stage < 0 || config->stage > 2)
-        return zc_fail(ZC_EINVAL, "stage is %d; legal are 0, 1 and 2", config->stage);
+    if (config->stage < 0 || config->stage > 3)
+        return zc_fail(ZC_EINVAL, "stage is %d; legal are 0, 1, 2 and 3", config->stage);
     if ((unsigned)config->rule > OPTIM_SGD)
         return zc_fail(ZC_EINVAL, "optimizer rule is %d; legal are 0 (adamw), 1 (adam) and 2 (sgd)",
                        (int)config->rule);
     if (config->ring_slots == 0)
         return zc_fail(ZC_EINVAL, "ring_slots is 0; at least one window must be in flight");
+    if (config->stage < 3)
+        return ZC_OK;
+    if (config->shared_params)
+        return zc_fail(ZC_EINVAL, "stage 3 keeps every parameter once already; shared_params is for stages 0 to 2");
+    if (!config->unit_count || !config->units)
+        return zc_fail(ZC_EINVAL, "stage 3 needs units; there must be at least one");
+    if (config->unit_slots <= config->prefetch)
+        return zc_fail(ZC_EINVAL, "%zu slots for each ring of units with a prefetch of %zu; there must be one more "
+                       "than units fetched ahead", config->unit_slots, config->prefetch);
     return ZC_OK;
 }
 
-zc_status engine_check_params(const zc_param *params, size_t count, size_t group_count)
+zc_status engine_check_params(const zc_engine *engine, const zc_param *params, size_t count, size_t group_count)
 {
     for (size_t i = 0; i < count; i++) {
         const char *name = params[i].name ? params[i].name : "unnamed";
@@ -48,6 +57,11 @@ zc_status engine_check_params(const zc_param *params, size_t count, size_t group
         if (params[i].group >= group_count)
             return zc_fail(ZC_EINVAL, "parameter %zu (%s) is in group %u, but there are %zu groups", i, name,
                            params[i].group, group_count);
+        if (engine->config.stage == 3 && params[i].unit >= engine->config.unit_count)
+            return zc_fail(ZC_EINVAL, "parameter %zu (%s) is in unit %u, but there are %zu units", i, name,
+                           params[i].unit, engine->config.unit_count);
+        if (engine->config.stage < 3 && params[i].frozen)
+            return zc_fail(ZC_EINVAL, "parameter %zu (%s) is frozen; below stage 3 leave it out", i, name);
         if (params[i].elems > SIZE_MAX / 64)
             return zc_fail(ZC_EINVAL, "parameter %zu (%s) has %zu elements; that cannot be addressed", i, name,
                            params[i].elems);
@@ -59,7 +73,7 @@ static uint64_t hash_param(const zc_param *param)
 {
     uint64_t hash = ENGINE_HASH_START, elems = param->elems;
     const char *name = param->name ? param->name : "";
-    uint32_t rest[2] = {(uint32_t)param->dtype, param->group};
+    uint32_t rest[4] = {(uint32_t)param->dtype, param->group, param->unit, param->frozen != 0};
     hash = engine_hash(hash, name, strlen(name));
     hash = engine_hash(hash, &elems, sizeof elems);
     return engine_hash(hash, rest, sizeof rest);
@@ -70,9 +84,9 @@ static void describe(char *text, size_t bytes, const zc_param *params, size_t co
     if (index >= count)
         snprintf(text, bytes, "only %zu parameters", count);
     else
-        snprintf(text, bytes, "parameter %zu '%s' %s with %zu elements in group %u", index,
+        snprintf(text, bytes, "parameter %zu '%s' %s with %zu elements in group %u%s, unit %u", index,
                  params[index].name ? params[index].name : "", zc_dtype_name(params[index].dtype),
-                 params[index].elems, params[index].group);
+                 params[index].elems, params[index].group, params[index].frozen ? ", frozen" : "", params[index].unit);
 }
 
 /* The ranks' hashes differ: find the first parameter that does, and show both sides. */
@@ -97,8 +111,8 @@ static zc_status explain_difference(zc_engine *engine, const zc_param *params, s
     }
     if (status == ZC_OK && odd) {
         zc_free(all);
-        return zc_fail(ZC_EMISMATCH, "rank %zu constructs its optimizer with another stage, rule, bucket size, group "
-                       "options or number of groups than rank 0; all ranks must pass the same", odd);
+        return zc_fail(ZC_EMISMATCH, "rank %zu constructs its optimizer with another stage, rule, bucket size, units, "
+                       "group options or number of groups than rank 0; all ranks must pass the same", odd);
     }
     for (size_t base = 0; status == ZC_OK && base < most && first == SIZE_MAX; base += BATCH) {
         for (size_t k = 0; k < BATCH; k++)
@@ -129,8 +143,13 @@ zc_status engine_compare(zc_engine *engine, const zc_param *params, size_t count
     uint64_t config_hash = ENGINE_HASH_START, record[2], hash;
     uint64_t fields[] = {(uint64_t)engine->config.stage, engine->config.rule, engine->config.bucket_bytes,
                          engine->config.ring_slots, (uint64_t)engine->config.shared_params,
-                         (uint64_t)engine->config.mean, group_count};
+                         (uint64_t)engine->config.mean, group_count, engine->config.unit_slots,
+                         engine->config.prefetch, engine->config.fill_discarded != 0};
     config_hash = engine_hash(config_hash, fields, sizeof fields);
+    for (size_t u = 0; u < engine->unit_count; u++) {
+        uint32_t unit[2] = {engine->units[u].level, engine->units[u].resident != 0};
+        config_hash = engine_hash(config_hash, unit, sizeof unit);
+    }
     config_hash = engine_hash_options(config_hash, groups, group_count);
     hash = config_hash;
     for (size_t i = 0; i < count; i++) {

@@ -19,9 +19,113 @@ static size_t window_bytes(const zc_engine *engine, size_t space_bytes)
     return bytes < least ? least : bytes > most ? most : bytes;
 }
 
+static int belongs(const engine_space *space, const engine_param *param)
+{
+    return param->dtype == space->dtype && param->frozen == space->frozen;
+}
+
+/* Stage 3: units in the reverse order of their first parameters, as backward comes to them. */
+static zc_status order_units(const zc_engine *engine, const engine_space *space, size_t *units, size_t *unit_count)
+{
+    unsigned char *seen = zc_calloc(engine->unit_count, 1);
+    *unit_count = 0;
+    if (!seen)
+        return zc_fail(ZC_ENOMEM, "no memory to plan %zu units", engine->unit_count);
+    for (size_t i = 0; i < engine->param_count; i++) {
+        size_t unit = engine->params[i].unit;
+        if (!belongs(space, &engine->params[i]) || !engine->params[i].elems || seen[unit])
+            continue;
+        seen[unit] = 1;
+        units[(*unit_count)++] = unit;
+    }
+    for (size_t low = 0, high = *unit_count; low + 1 < high; low++) {
+        size_t unit = units[--high];
+        units[high] = units[low];
+        units[low] = unit;
+    }
+    zc_free(seen);
+    return ZC_OK;
+}
+
+/*
+ * Stage 3: the same space unit by unit.  What is gathered together begins and
+ * ends with a bucket, so that every rank's part of it is its slices of whole
+ * buckets.
+ */
+static zc_status plan_layout_units(zc_engine *engine, engine_space *space, size_t count)
+{
+    size_t align = PARTITION_ALIGN_ELEMS * engine->ranks, used = 0, unit_count = 0;
+    size_t *units = zc_malloc(2 * engine->unit_count * sizeof *units), *cuts = units + engine->unit_count;
+    space->order = zc_malloc(count * sizeof *space->order);
+    if (!units || !space->order) {
+        zc_free(units);
+        return zc_fail(ZC_ENOMEM, "no memory to plan %zu parameters", count);
+    }
+    zc_status status = order_units(engine, space, units, &unit_count);
+    for (size_t k = 0; status == ZC_OK && k < unit_count; k++) {
+        for (size_t i = engine->param_count; i-- > 0;) {
+            engine_param *param = &engine->params[i];
+            if (!belongs(space, param) || param->unit != units[k] || !param->elems)
+                continue;
+            param->offset = used;
+            used += partition_align(param->elems);
+            param->extent = used;
+            space->order[space->order_count++] = i;
+            if (used > SIZE_MAX / 16 / (engine->ranks + 1))
+                status = zc_fail(ZC_EINVAL, "the %s parameters have more elements than can be addressed",
+                                 zc_dtype_name(space->dtype));
+            if (status != ZC_OK)
+                break;
+        }
+        used += (align - used % align) % align;
+        engine->params[space->order[space->order_count - 1]].extent = used; /* it has the unit's padding too */
+        cuts[k] = used;
+    }
+    for (size_t i = 0; i < engine->param_count; i++)
+        if (belongs(space, &engine->params[i]))
+            engine->params[i].space = engine->space_count - 1;
+    if (status == ZC_OK) {
+        size_t bytes = window_bytes(engine, used * space->elem_bytes);
+        size_t buckets = partition_cut_buckets(cuts, unit_count, engine->ranks, bytes, space->elem_bytes);
+        space->starts = zc_malloc((buckets + 1) * sizeof *space->starts);
+        if (space->starts)
+            space->plan = partition_make_cut(cuts, unit_count, engine->ranks, bytes, space->elem_bytes, space->starts);
+        else
+            status = zc_fail(ZC_ENOMEM, "no memory for %zu buckets", buckets);
+    }
+    zc_free(units);
+    return status;
+}
+
+zc_status plan_units(zc_engine *engine)
+{
+    for (size_t u = 0; u < engine->unit_count; u++) {
+        engine->units[u].parts = zc_calloc(engine->space_count, sizeof *engine->units[u].parts);
+        if (!engine->units[u].parts)
+            return zc_fail(ZC_ENOMEM, "no memory to plan unit %zu", u);
+    }
+    for (size_t s = 0; s < engine->space_count; s++) {
+        const engine_space *space = &engine->spaces[s];
+        for (size_t b = 0; b < space->plan.buckets; b++) {
+            engine_unit *unit = &engine->units[engine->params[space->order[space->buckets[b].first_part]].unit];
+            engine_part *part = unit->part_count ? &unit->parts[unit->part_count - 1] : NULL;
+            partition_range bucket = partition_bucket(&space->plan, b);
+            if (!part || part->space != s) {
+                part = &unit->parts[unit->part_count++];
+                *part = (engine_part){.space = s, .first_bucket = b, .offset_bytes = unit->bytes};
+            }
+            part->end_bucket = b + 1;
+            unit->bytes += (bucket.end - bucket.begin) * space->elem_bytes;
+        }
+    }
+    return ZC_OK;
+}
+
 /* Places the `count` parameters of the space's type from first_param on, and cuts the space into buckets. */
 zc_status plan_layout(zc_engine *engine, engine_space *space, size_t first_param, size_t count)
 {
+    if (engine->config.stage == 3)
+        return plan_layout_units(engine, space, count);
     zc_dtype dtype = space->dtype;
     zc_status status = ZC_OK;
     size_t *sizes = zc_malloc(2 * count * sizeof *sizes);
@@ -126,7 +230,7 @@ zc_status plan_sequence(zc_engine *engine)
 {
     size_t turns = 0, *next = zc_calloc(engine->space_count + 1, sizeof *next);
     for (size_t s = 0; s < engine->space_count; s++)
-        turns += engine->spaces[s].plan.buckets;
+        turns += engine->spaces[s].frozen ? 0 : engine->spaces[s].plan.buckets;
     engine_turn *sequence = zc_realloc(engine->sequence, (turns + 1) * sizeof *sequence);
     if (sequence)
         engine->sequence = sequence;
@@ -137,7 +241,7 @@ zc_status plan_sequence(zc_engine *engine)
     for (size_t t = 0; t < turns; t++) {
         size_t best = SIZE_MAX;
         for (size_t s = 0; s < engine->space_count; s++)
-            if (next[s] < engine->spaces[s].plan.buckets &&
+            if (!engine->spaces[s].frozen && next[s] < engine->spaces[s].plan.buckets &&
                 (best == SIZE_MAX || completed_by(engine, s, next[s]) > completed_by(engine, best, next[best])))
                 best = s;
         sequence[t] = (engine_turn){(uint32_t)best, (uint32_t)next[best]++};

@@ -61,7 +61,7 @@ typedef struct meet_record {
     uint64_t round;         /* rounds closed so far */
     uint64_t discards;
     uint64_t detail;
-    char what[32];
+    char what[MEET_WHAT_BYTES];
 } meet_record;
 
 zc_status round_begin(zc_engine *engine)
@@ -84,7 +84,7 @@ void round_forget(zc_engine *engine)
     engine->clip_factor = 1.0;
     for (size_t i = 0; i < engine->param_count; i++)
         engine->params[i].used = 0;
-    engine->device->ops->zero(engine->device, engine->stream, engine->flags, sizeof *engine->flags);
+    engine->device->ops->fill(engine->device, engine->stream, engine->flags, 0, sizeof *engine->flags);
 }
 
 /* ---- late gradients -------------------------------------------------------- */
@@ -193,24 +193,24 @@ static zc_status differ(zc_engine *engine, const meet_record *records)
 {
     const meet_record *mine = &records[engine->rank];
     size_t other = 0;
-    char why[400];
+    char why[512];
     for (size_t r = 0; r < engine->ranks; r++)
         if (r != engine->rank && (records[r].kind != mine->kind || records[r].detail != mine->detail ||
                                   records[r].discards != mine->discards || records[r].round != mine->round))
             other = r;
     const meet_record *its = &records[other];
     if (its->kind != mine->kind || strncmp(its->what, mine->what, sizeof mine->what) != 0)
-        snprintf(why, sizeof why, "ranks do different things: rank %zu is in %.32s, rank %zu in %.32s; every rank must "
+        snprintf(why, sizeof why, "ranks do different things: rank %zu is in %.64s, rank %zu in %.64s; every rank must "
                  "make the same calls in the same order", engine->rank, mine->what, other, its->what);
     else if (its->discards != mine->discards)
         snprintf(why, sizeof why, "gradients were discarded (zero_grad) %llu times on rank %zu and %llu times on rank "
-                 "%zu before %.32s; all ranks must discard alike", (unsigned long long)mine->discards, engine->rank,
+                 "%zu before %.64s; all ranks must discard alike", (unsigned long long)mine->discards, engine->rank,
                  (unsigned long long)its->discards, other, mine->what);
     else if (its->round != mine->round)
-        snprintf(why, sizeof why, "rank %zu has closed %llu backwards and rank %zu %llu at %.32s; this is a defect",
+        snprintf(why, sizeof why, "rank %zu has closed %llu backwards and rank %zu %llu at %.64s; this is a defect",
                  engine->rank, (unsigned long long)mine->round, other, (unsigned long long)its->round, mine->what);
     else
-        snprintf(why, sizeof why, "ranks %zu and %zu are both in %.32s but with different arguments (group options, "
+        snprintf(why, sizeof why, "ranks %zu and %zu are both in %.64s but with different arguments (group options, "
                  "scale, norm or parameter); all ranks must pass the same", engine->rank, other, mine->what);
     comm_poison(engine->comm, ZC_EMISMATCH, why);
     return zc_fail(ZC_EMISMATCH, "%s", why);
@@ -222,7 +222,7 @@ static zc_status meet_once(zc_engine *engine, meet_kind kind, uint64_t detail, c
 {
     meet_record mine = {(uint32_t)kind, late_count != 0, engine->round_count, engine->discards, detail, {0}};
     meet_record *all = zc_malloc(engine->ranks * sizeof *all);
-    int ending = 0, equal = 1, in_step = 1;
+    int ending = 0, gathering = 0, equal = 1, in_step = 1;
     *again = 0;
     if (!all)
         return zc_fail(ZC_ENOMEM, "rank %zu: no memory to meet %zu ranks", engine->rank, engine->ranks);
@@ -230,10 +230,11 @@ static zc_status meet_once(zc_engine *engine, meet_kind kind, uint64_t detail, c
     zc_status status = comm_exchange(engine->control, CONTROL_TAG_MEET, what, &mine, all, sizeof mine);
     for (size_t r = 0; status == ZC_OK && r < engine->ranks; r++) {
         ending |= all[r].kind == MEET_END_ROUND || all[r].kind == MEET_ABORT;
+        gathering |= all[r].kind == MEET_GATHER; /* that rank is in the middle of something, and cannot join */
         equal &= all[r].kind == mine.kind && all[r].detail == mine.detail;
         in_step &= all[r].discards == mine.discards && all[r].round == mine.round;
     }
-    if (status == ZC_OK && ending && in_step) {
+    if (status == ZC_OK && ending && in_step && !gathering) {
         *again = kind != MEET_END_ROUND && kind != MEET_ABORT;
         status = close_round(engine, all, late, late_count);
     } else if (status == ZC_OK && !(equal && in_step)) {
@@ -246,12 +247,30 @@ static zc_status meet_once(zc_engine *engine, meet_kind kind, uint64_t detail, c
 zc_status round_meet(zc_engine *engine, meet_kind kind, uint64_t detail, const char *what)
 {
     int again = 1;
+    ZC_TRY(engine_check_loaded(engine));
     ZC_TRY(round_settle(engine));
     if (engine->round_open) /* callers that do not end a backward themselves */
         ZC_TRY(zc_engine_end_round(engine, NULL, 0));
     while (again)
         ZC_TRY(meet_once(engine, kind, detail, what, NULL, 0, &again));
     return ZC_OK;
+}
+
+zc_status round_agree(zc_engine *engine, meet_kind kind, uint64_t detail, const char *what)
+{
+    meet_record mine = {(uint32_t)kind, 0, engine->round_count, engine->discards, detail, {0}};
+    meet_record *all = zc_malloc(engine->ranks * sizeof *all);
+    int equal = 1;
+    if (!all)
+        return zc_fail(ZC_ENOMEM, "rank %zu: no memory to meet %zu ranks", engine->rank, engine->ranks);
+    snprintf(mine.what, sizeof mine.what, "%s", what);
+    zc_status status = comm_exchange(engine->control, CONTROL_TAG_MEET, what, &mine, all, sizeof mine);
+    for (size_t r = 0; status == ZC_OK && r < engine->ranks; r++)
+        equal &= all[r].kind == mine.kind && all[r].detail == mine.detail && all[r].round == mine.round;
+    if (status == ZC_OK && !equal)
+        status = differ(engine, all);
+    zc_free(all);
+    return status;
 }
 
 zc_status round_settle(zc_engine *engine)
@@ -265,6 +284,7 @@ zc_status round_settle(zc_engine *engine)
 zc_status zc_engine_end_round(zc_engine *engine, const zc_late_grad *late, size_t late_count)
 {
     int again;
+    ZC_TRY(engine_check_loaded(engine));
     ZC_TRY(round_settle(engine));
     if (!engine->round_open) /* no gradient came here, but perhaps on other ranks */
         ZC_TRY(round_begin(engine));
@@ -305,7 +325,7 @@ zc_status zc_engine_discard(zc_engine *engine, size_t index)
     engine_param *param = &engine->params[index];
     engine_space *space = &engine->spaces[param->space];
     param->used = 0;
-    if (!param->elems)
+    if (!param->elems || param->frozen)
         return ZC_OK;
     ZC_TRY(bucket_vacate(engine, space));
     size_t last = partition_bucket_of(&space->plan, param->extent - 1);
@@ -317,8 +337,8 @@ zc_status zc_engine_discard(zc_engine *engine, size_t index)
         if (begin >= end)
             continue;
         ZC_TRY(bucket_sums(engine, space, b, engine->config.stage == 0 ? engine->rank : 0, &sums));
-        ZC_TRY(engine->device->ops->zero(engine->device, engine->stream,
-                                         (char *)(uintptr_t)sums + (begin - own.begin) * space->sum_bytes,
+        ZC_TRY(engine->device->ops->fill(engine->device, engine->stream,
+                                         (char *)(uintptr_t)sums + (begin - own.begin) * space->sum_bytes, 0,
                                          (end - begin) * space->sum_bytes));
     }
     return ZC_OK;

@@ -82,6 +82,24 @@ zc_status zc_engine_state(zc_engine *engine, size_t index, zc_role role, void **
 
 /* ---- whole arrays --------------------------------------------------------------- */
 
+/* A frozen parameter has no master: its value is exact. */
+static zc_status read_frozen(zc_engine *engine, const engine_space *space, const char *param, size_t count, char *to)
+{
+    const device_ops *ops = engine->device->ops;
+    uint16_t half[256];
+    if (space->elem_bytes == space->sum_bytes)
+        return ops->download(engine->device, engine->stream, to, param, count * space->elem_bytes);
+    for (size_t k = 0; k < count; k += 256) {
+        size_t n = count - k < 256 ? count - k : 256;
+        ZC_TRY(ops->download(engine->device, engine->stream, half, param + 2 * k, 2 * n));
+        for (size_t j = 0; j < n; j++) {
+            float value = space->dtype == ZC_BFLOAT16 ? zc_bf16_to_float(half[j]) : zc_fp16_to_float(half[j]);
+            memcpy(to + 4 * (k + j), &value, sizeof value);
+        }
+    }
+    return ZC_OK;
+}
+
 /* Reads elements [begin, end) of the space, all within this rank's slice of bucket b, to host memory. */
 static zc_status read_run(zc_engine *engine, engine_space *space, size_t b, size_t begin, size_t end, zc_role role,
                           char *to)
@@ -97,13 +115,15 @@ static zc_status read_run(zc_engine *engine, engine_space *space, size_t b, size
         return ops->download(engine->device, engine->stream, to,
                              (const char *)sums + (begin - own.begin) * space->sum_bytes, bytes);
     }
+    if (role == ZC_ROLE_MASTER && space->frozen)
+        return read_frozen(engine, space, engine_param_at(engine, space, b, begin), count, to);
     if (role != ZC_ROLE_MASTER || space->dtype == ZC_FLOAT16) {
         void *array = role_array(space, role); /* fp32 (fp64) */
         if (!array)
             return ZC_OK; /* never used: zeros */
         return ops->download(engine->device, engine->stream, to, engine_at(array, state, space->sum_bytes), bytes);
     }
-    const char *param = (const char *)space->param->base + begin * space->elem_bytes;
+    const char *param = engine_param_at(engine, space, b, begin);
     if (space->dtype != ZC_BFLOAT16)
         return ops->download(engine->device, engine->stream, to, param, bytes);
     uint16_t half[256];
@@ -130,7 +150,7 @@ zc_status zc_engine_read(zc_engine *engine, size_t index, zc_role role, double s
     if (!param->elems)
         return ZC_OK;
     memset(to, 0, param->elems * space->sum_bytes);
-    if (role == ZC_ROLE_GRAD && engine->rounds == 0)
+    if (role == ZC_ROLE_GRAD && (engine->rounds == 0 || param->frozen))
         return ZC_OK;
     size_t end = param->offset + param->elems, last = partition_bucket_of(&space->plan, end - 1);
     for (size_t b = partition_bucket_of(&space->plan, param->offset); b <= last; b++) {
@@ -138,7 +158,8 @@ zc_status zc_engine_read(zc_engine *engine, size_t index, zc_role role, double s
         size_t from = param->offset > own.begin ? param->offset : own.begin;
         size_t stop = end < own.end ? end : own.end;
         if (from < stop)
-            ZC_TRY(read_run(engine, space, b, from, stop, role, (char *)to + (from - param->offset) * space->sum_bytes));
+            ZC_TRY(read_run(engine, space, b, from, stop, role,
+                            (char *)to + (from - param->offset) * space->sum_bytes));
     }
     ZC_TRY(comm_array_all_reduce(engine->comm, to, param->elems, space->sum_bytes == 8 ? ZC_INT64 : ZC_INT32,
                                  COMM_SUM));
@@ -152,6 +173,59 @@ zc_status zc_engine_read(zc_engine *engine, size_t index, zc_role role, double s
             ((float *)to)[k] *= (float)scale;
     }
     return ZC_OK;
+}
+
+/* Every rank's slices of a parameter, read where they are. */
+static zc_status fetch_from_peers(zc_engine *engine, const engine_space *space, const engine_param *param, char *to)
+{
+    size_t end = param->offset + param->elems, last = partition_bucket_of(&space->plan, end - 1);
+    for (size_t b = partition_bucket_of(&space->plan, param->offset); b <= last; b++)
+        for (size_t q = 0; q < engine->ranks; q++) {
+            partition_range slice = partition_slice(&space->plan, b, q);
+            size_t from = param->offset > slice.begin ? param->offset : slice.begin;
+            size_t stop = end < slice.end ? end : slice.end;
+            size_t shard = partition_shard_offset(&space->plan, b) + (from - slice.begin);
+            const char *peer = comm_peer(space->param, q);
+            if (from < stop)
+                ZC_TRY(engine->device->ops->download(engine->device, engine->stream,
+                                                     to + (from - param->offset) * space->elem_bytes,
+                                                     peer + shard * space->elem_bytes,
+                                                     (stop - from) * space->elem_bytes));
+        }
+    return ZC_OK;
+}
+
+/* The same by adding up, bytewise, what every rank has, and zeros for what it has not. */
+static zc_status fetch_by_sum(zc_engine *engine, const engine_space *space, const engine_param *param, char *to)
+{
+    size_t end = param->offset + param->elems, last = partition_bucket_of(&space->plan, end - 1);
+    memset(to, 0, param->elems * space->elem_bytes);
+    for (size_t b = partition_bucket_of(&space->plan, param->offset); b <= last; b++) {
+        partition_range own = partition_slice(&space->plan, b, engine->rank);
+        size_t from = param->offset > own.begin ? param->offset : own.begin, stop = end < own.end ? end : own.end;
+        if (from < stop)
+            ZC_TRY(engine->device->ops->download(engine->device, engine->stream,
+                                                 to + (from - param->offset) * space->elem_bytes,
+                                                 engine_param_at(engine, space, b, from),
+                                                 (stop - from) * space->elem_bytes));
+    }
+    return comm_array_all_reduce(engine->comm, to, param->elems * space->elem_bytes, ZC_UINT8, COMM_SUM);
+}
+
+zc_status zc_engine_fetch(zc_engine *engine, size_t index, void *to)
+{
+    if (index >= engine->param_count)
+        return zc_fail(ZC_EINVAL, "parameter %zu of %zu", index, engine->param_count);
+    ZC_TRY(round_meet(engine, MEET_FETCH, index, "reading a parameter"));
+    const engine_param *param = &engine->params[index];
+    const engine_space *space = &engine->spaces[param->space];
+    if (!param->elems)
+        return ZC_OK;
+    if (engine->config.stage < 3)
+        return engine->device->ops->download(engine->device, engine->stream, to, zc_engine_param(engine, index),
+                                             param->elems * space->elem_bytes);
+    return engine_reads_peers(engine) ? fetch_from_peers(engine, space, param, to)
+                                      : fetch_by_sum(engine, space, param, to);
 }
 
 /* The remainders of bf16 masters; the parameter's own bits are not touched. */
@@ -213,7 +287,7 @@ zc_status zc_engine_refresh(zc_engine *engine, size_t index)
         engine_param *param = &engine->params[i];
         engine_space *space = &engine->spaces[param->space];
         size_t last, master = zc_dtype_master_bytes(space->dtype);
-        if (!param->elems || !master)
+        if (!param->elems || !master || param->frozen)
             continue;
         last = partition_bucket_of(&space->plan, param->extent - 1);
         for (size_t b = partition_bucket_of(&space->plan, param->offset); b <= last; b++)
@@ -226,11 +300,10 @@ zc_status zc_engine_refresh(zc_engine *engine, size_t index)
                     continue;
                 char *to = engine_at(space->master, state + (from - own.begin), master);
                 if (space->dtype == ZC_BFLOAT16)
-                    ZC_TRY(ops->zero(engine->device, engine->stream, to, (stop - from) * master));
+                    ZC_TRY(ops->fill(engine->device, engine->stream, to, 0, (stop - from) * master));
                 else
                     ZC_TRY(ops->accumulate(engine->device, engine->stream, to,
-                                           (char *)space->param->base + from * space->elem_bytes, stop - from,
-                                           space->dtype, 0));
+                                           engine_param_at(engine, space, b, from), stop - from, space->dtype, 0));
             }
     }
     return ZC_OK;

@@ -10,7 +10,8 @@
  *      (step_scalars), without the host looking.
  *   4. Each piece is updated in one pass.
  *   5. Stages 1 and 2: a bucket's parameters are gathered as soon as its slice is
- *      updated.  Stage 0 gathers the sums instead, before the update.
+ *      updated.  Stage 0 gathers the sums instead, before the update; stage 3
+ *      gathers nothing here.
  *
  * With shared parameters there is one copy, which every rank reads and each
  * writes only where it owns: the gather moves nothing and only says "done".  At
@@ -34,10 +35,10 @@ static zc_status collect_stats(zc_engine *engine, int want_norm)
                        engine->param_count);
     for (size_t i = 0; i < engine->param_count; i++)
         used[i / 4] |= (uint64_t)(engine->params[i].used != 0) << (i % 4 * 16);
-    status = ops->zero(engine->device, engine->stream, stats, sizeof *stats);
+    status = ops->fill(engine->device, engine->stream, stats, 0, sizeof *stats);
     for (size_t s = 0; status == ZC_OK && want_norm && engine->rounds && s < engine->space_count; s++) {
         engine_space *space = &engine->spaces[s];
-        for (size_t b = 0; status == ZC_OK && b < space->plan.buckets; b++) {
+        for (size_t b = 0; status == ZC_OK && !space->frozen && b < space->plan.buckets; b++) {
             const void *sums;
             status = bucket_sums(engine, space, b, engine->config.stage == 0 ? engine->rank : 0, &sums);
             if (status == ZC_OK)
@@ -117,22 +118,19 @@ static zc_status update_piece(zc_engine *engine, engine_space *space, size_t b, 
     return engine->device->ops->update(engine->device, engine->stream, &args);
 }
 
-static void *param_at(const engine_space *space, size_t elem)
-{
-    return (char *)space->param->base + elem * space->elem_bytes;
-}
-
 static zc_status update_shards(zc_engine *engine)
 {
+    ZC_TRY(stage3_settle(engine));
     for (size_t s = 0; s < engine->space_count; s++) {
         engine_space *space = &engine->spaces[s];
-        for (size_t b = 0; b < space->plan.buckets; b++) {
+        for (size_t b = 0; !space->frozen && b < space->plan.buckets; b++) {
             partition_range own = partition_slice(&space->plan, b, engine->rank);
-            ZC_TRY(update_piece(engine, space, b, 0, param_at(space, own.begin)));
-            ZC_TRY(start_gather(engine, space, b, space->param, space->elem_bytes));
+            ZC_TRY(update_piece(engine, space, b, 0, engine_param_at(engine, space, b, own.begin)));
+            if (engine->config.stage < 3)
+                ZC_TRY(start_gather(engine, space, b, space->param, space->elem_bytes));
         }
     }
-    return finish_gathers(engine);
+    return engine->config.stage < 3 ? finish_gathers(engine) : stage3_written(engine, "step");
 }
 
 static zc_status gather_sums(zc_engine *engine)
@@ -152,7 +150,7 @@ static zc_status update_everything(zc_engine *engine)
         for (size_t b = 0; b < space->plan.buckets; b++)
             for (size_t piece = 0; piece < engine->ranks; piece++) {
                 partition_range slice = partition_slice(&space->plan, b, piece);
-                void *param = param_at(space, slice.begin);
+                void *param = engine_param_at(engine, space, b, slice.begin);
                 if (shared && piece == engine->rank)
                     continue;
                 if (shared) {
@@ -177,7 +175,7 @@ static zc_status update_everything(zc_engine *engine)
         engine_space *space = &engine->spaces[s];
         for (size_t b = 0; b < space->plan.buckets; b++) {
             partition_range own = partition_slice(&space->plan, b, engine->rank);
-            ZC_TRY(update_piece(engine, space, b, engine->rank, param_at(space, own.begin)));
+            ZC_TRY(update_piece(engine, space, b, engine->rank, engine_param_at(engine, space, b, own.begin)));
             ZC_TRY(start_gather(engine, space, b, space->param, space->elem_bytes));
         }
     }
@@ -209,6 +207,7 @@ zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t gro
 {
     device_step decided;
     ZC_TRY(check_step(engine, groups, group_count, args));
+    ZC_TRY(stage3_check_unused(engine, "step()"));
     ZC_TRY(engine_ensure_state(engine, groups));
     uint64_t detail = engine_hash_options(ENGINE_HASH_START, groups, group_count);
     double numbers[4] = {args->loss_scale, args->max_norm, args->want_norm, args->skip_nonfinite};
@@ -287,11 +286,11 @@ static zc_status general_norm(zc_engine *engine, double p, double *norm)
     int nonfinite = 0;
     for (size_t s = 0; status == ZC_OK && engine->rounds && s < engine->space_count; s++) {
         engine_space *space = &engine->spaces[s];
-        size_t most = space->plan.buckets ? partition_shard_elems(&space->plan, 0) * space->sum_bytes : 0;
+        size_t most = partition_most_shard(&space->plan) * space->sum_bytes;
         char *host = zc_malloc(most + 1);
         if (!host)
             return zc_fail(ZC_ENOMEM, "rank %zu: no memory for one shard's norm", engine->rank);
-        for (size_t b = 0; status == ZC_OK && b < space->plan.buckets; b++) {
+        for (size_t b = 0; status == ZC_OK && !space->frozen && b < space->plan.buckets; b++) {
             size_t count = partition_shard_elems(&space->plan, b);
             const void *sums;
             status = bucket_sums(engine, space, b, engine->config.stage == 0 ? engine->rank : 0, &sums);

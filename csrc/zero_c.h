@@ -86,21 +86,40 @@ typedef struct zc_param {
     zc_dtype dtype;         /* float32, float64, bfloat16, float16 */
     uint32_t group;
     const void *initial;    /* elems elements in storage order, copied in during create; NULL: load it later */
+    uint32_t unit;          /* stage 3: which unit it belongs to */
+    int frozen;             /* stage 3: sharded and gathered, but never trained: no gradient, no state */
 } zc_param;
 
+/*
+ * Stage 3: parameters that are gathered together.  Units of one level are never
+ * in use at the same time and share the memory of a few slots; a unit that is
+ * used inside another one has a higher level.  A resident unit has a slot of its
+ * own, and is gathered once between two steps.
+ */
+typedef struct zc_unit {
+    const char *name;       /* for messages; copied; NULL: "unit <index>" */
+    uint32_t level;
+    int resident;
+} zc_unit;
+
 typedef struct zc_engine_config {
-    int stage;              /* 0, 1, 2 */
+    int stage;              /* 0, 1, 2, 3 */
     optim_rule rule;
     size_t bucket_bytes;    /* of one reduction window; 0: chosen by size, 256 KiB to 1 MiB */
-    size_t ring_slots;      /* windows in flight (stages 0 and 2), >= 1 */
+    size_t ring_slots;      /* windows in flight (stages 0, 2 and 3), >= 1 */
     int shared_params;      /* parameters live once per host */
     int mean;               /* 1: average over ranks, 0: sum */
     int threads;            /* CPU threads of this rank; 0: usable cores / ranks on this host, at least 1 */
+    const zc_unit *units;   /* stage 3: [unit_count], in the order of their first use; read during create */
+    size_t unit_count;
+    size_t unit_slots;      /* stage 3: slots of each size class of a level; > prefetch */
+    size_t prefetch;        /* stage 3: units gathered ahead of their use */
+    int fill_discarded;     /* stage 3: overwrite what is not in use, so that a reader without a right to it sees NaN */
 } zc_engine_config;
 
 #define ZC_ENGINE_CONFIG \
     {.stage = 2, .rule = OPTIM_ADAMW, .bucket_bytes = 0, .ring_slots = 16, .shared_params = 0, .mean = 1, \
-     .threads = 0}
+     .threads = 0, .unit_slots = 2, .prefetch = 1}
 #define ZC_OPTIONS_ADAMW {.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 1e-2}
 #define ZC_OPTIONS_ADAM {.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8}
 #define ZC_OPTIONS_SGD {.lr = 1e-3}
@@ -118,14 +137,15 @@ zc_status zc_engine_create(zc_comm *comm, const zc_engine_config *config, const 
 zc_status zc_engine_add_params(zc_engine *engine, const zc_param *params, size_t count, const zc_options *groups,
                                size_t group_count);
 
-/* Copies a parameter's initial value (elems elements, storage order) into the engine. Local. Order: ascending
- * address, that is the last parameter first, keeps memory growing evenly; any order works. */
+/* Copies a parameter's initial value (elems elements, storage order) into the engine. Local; at stage 3 collective:
+ * rank 0's values are sent around, and others may pass NULL. Order: ascending address, that is the last parameter
+ * first, keeps memory growing evenly; any order works. */
 zc_status zc_engine_load_param(zc_engine *engine, size_t index, const void *values);
 
 /* Collective: every rank's parameters become rank 0's; ends the loading of new parameters. */
 zc_status zc_engine_publish(zc_engine *engine);
 
-/* The address at which parameter `index` lives, for ever: elems elements in storage order, 64-element aligned
+/* The address at which parameter `index` lives, for ever (at stage 3: whenever its unit is acquired): elems elements in storage order, 64-element aligned
  * offset. Written by step(). Valid until destroy. NULL for an empty parameter or a wrong index. */
 void *zc_engine_param(const zc_engine *engine, size_t index);
 size_t zc_engine_param_count(const zc_engine *engine);
@@ -133,6 +153,31 @@ size_t zc_engine_param_count(const zc_engine *engine);
 /* After parameters were written from outside: masters of 16-bit parameters follow the new values. Local.
  * index SIZE_MAX: all. */
 zc_status zc_engine_refresh(zc_engine *engine, size_t index);
+
+/* -- stage 3: using parameters; the protocol is at the head of engine_stage3.c -- */
+
+#define ZC_NO_UNIT SIZE_MAX
+
+/*
+ * The unit's parameters are at their addresses (zc_engine_param) until it is
+ * released as often as it was acquired; they may be read, never written.
+ * `backward` tells in which direction the units follow one another.  Local where
+ * the communicator lets ranks read each other's memory (on one host); otherwise
+ * collective.  ZC_ESTATE: its memory is in use by another unit, see zc_engine_unit_user.
+ */
+zc_status zc_engine_acquire(zc_engine *engine, size_t unit, int backward);
+void zc_engine_release(zc_engine *engine, size_t unit);
+/* The unit that is acquired and occupies the memory of `unit` (perhaps itself), or ZC_NO_UNIT. */
+size_t zc_engine_unit_user(const zc_engine *engine, size_t unit);
+/* 0: the unit is not in memory. Otherwise a number that is another one each time it is gathered. */
+uint64_t zc_engine_unit_generation(const zc_engine *engine, size_t unit);
+/* The address range of a unit's parameters; *bytes 0: it has none. Valid until destroy. */
+void *zc_engine_unit_range(const zc_engine *engine, size_t unit, size_t *bytes);
+/* Collective, any stage: the parameter's value, elems elements in storage order, to host memory. */
+zc_status zc_engine_fetch(zc_engine *engine, size_t index, void *to);
+/* Collective, stage 3: the parameter becomes rank 0's `values` on every rank (others may pass NULL); its master follows.
+ * ZC_ESTATE while units are acquired. */
+zc_status zc_engine_store(zc_engine *engine, size_t index, const void *values);
 
 /* -- gradients; the protocol of rounds is at the head of engine_round.c -- */
 

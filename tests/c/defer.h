@@ -23,7 +23,7 @@
 #include <string.h>
 
 enum defer_kind {
-    DEFER_COPY, DEFER_ZERO, DEFER_ACCUMULATE, DEFER_SUM_SQUARES, DEFER_FOLD, DEFER_SCALE, DEFER_SCALARS,
+    DEFER_COPY, DEFER_FILL, DEFER_ACCUMULATE, DEFER_SUM_SQUARES, DEFER_FOLD, DEFER_SCALE, DEFER_SCALARS,
     DEFER_UPDATE, DEFER_UPLOAD, DEFER_WAIT, DEFER_FREE
 };
 
@@ -37,7 +37,7 @@ typedef struct defer_item {
     void *extra;
     size_t count;
     zc_dtype dtype;
-    int add;
+    int add;                /* or the byte of a fill */
     double factor;
     device_step_args step;
     device_update_args update;
@@ -60,12 +60,12 @@ typedef struct defer_device {
 } defer_device;
 
 typedef struct defer_op {
-    enum { OP_REDUCE, OP_GATHER, OP_WORDS, OP_BROADCAST } kind;
+    enum { OP_REDUCE, OP_GATHER, OP_GATHER_TO, OP_WORDS, OP_BROADCAST } kind;
     comm_reduce_args reduce;
     uint32_t tag;
     comm_region *region;
     size_t offset, size, root;
-    uint64_t *to;
+    void *to;
     size_t position;        /* items enqueued before it */
     comm_ticket ticket;     /* underneath */
 } defer_op;
@@ -102,6 +102,9 @@ static zc_status defer_post(defer_channel *channel, defer_op *op)
         return comm_reduce_scatter(channel->under, NULL, &op->reduce, &op->ticket);
     case OP_GATHER:
         return comm_all_gather(channel->under, NULL, op->tag, op->region, op->offset, op->size, &op->ticket);
+    case OP_GATHER_TO:
+        return comm_all_gather_to(channel->under, NULL, op->tag, op->region, op->offset, op->size, op->to,
+                                  &op->ticket);
     case OP_WORDS:
         return comm_all_reduce_words(channel->under, NULL, op->tag, op->region, op->offset, op->size, op->to,
                                      &op->ticket);
@@ -143,8 +146,8 @@ static zc_status defer_item_run(defer_device *device, defer_item *i, size_t posi
     case DEFER_COPY:
         status = u->ops->copy(u, NULL, i->to, i->from, i->count);
         break;
-    case DEFER_ZERO:
-        status = u->ops->zero(u, NULL, i->to, i->count);
+    case DEFER_FILL:
+        status = u->ops->fill(u, NULL, i->to, i->add, i->count);
         break;
     case DEFER_ACCUMULATE:
         status = u->ops->accumulate(u, NULL, i->to, i->from, i->count, i->dtype, i->add);
@@ -181,6 +184,15 @@ static zc_status defer_item_run(defer_device *device, defer_item *i, size_t posi
     return status;
 }
 
+/* After a failure nothing runs, but memory is given back. */
+static void defer_item_drop(defer_device *device, defer_item *i)
+{
+    if (i->kind == DEFER_FREE)
+        device->under->ops->free(device->under, i->to, i->count);
+    else if (i->kind == DEFER_UPLOAD || i->kind == DEFER_SCALARS)
+        free(i->extra);
+}
+
 static void *defer_work(void *argument)
 {
     defer_device *device = argument;
@@ -193,7 +205,11 @@ static void *defer_work(void *argument)
         defer_item item = device->items[device->next];
         size_t position = device->next;
         pthread_mutex_unlock(&device->mutex);
-        zc_status status = device->failed == ZC_OK ? defer_item_run(device, &item, position) : ZC_OK;
+        zc_status status = ZC_OK;
+        if (device->failed == ZC_OK)
+            status = defer_item_run(device, &item, position);
+        else
+            defer_item_drop(device, &item);
         pthread_mutex_lock(&device->mutex);
         if (status != ZC_OK && device->failed == ZC_OK) {
             device->failed = status;
@@ -250,6 +266,26 @@ static void defer_free(zc_device *d, void *memory, size_t bytes)
     defer_push(DEFER(d), (defer_item){.kind = DEFER_FREE, .to = memory, .count = bytes});
 }
 
+static zc_status defer_slot_alloc(zc_device *d, size_t bytes, device_slot *out)
+{
+    return DEFER(d)->under->ops->slot_alloc(DEFER(d)->under, bytes, out);
+}
+
+static zc_status defer_slot_map(zc_device *d, const device_slot *slot, size_t bytes, void **out)
+{
+    return DEFER(d)->under->ops->slot_map(DEFER(d)->under, slot, bytes, out);
+}
+
+static void defer_slot_unmap(zc_device *d, void *memory, size_t bytes)
+{
+    DEFER(d)->under->ops->slot_unmap(DEFER(d)->under, memory, bytes);
+}
+
+static void defer_slot_free(zc_device *d, device_slot *slot)
+{
+    DEFER(d)->under->ops->slot_free(DEFER(d)->under, slot);
+}
+
 static zc_status defer_copy(zc_device *d, zc_stream *s, void *to, const void *from, size_t bytes)
 {
     (void)s;
@@ -264,10 +300,10 @@ static zc_status defer_pack(zc_device *d, zc_stream *s, void *to, const void *fr
     return DEFER(d)->under->ops->pack(DEFER(d)->under, NULL, to, from, elem_bytes, dims, shape, strides);
 }
 
-static zc_status defer_zero(zc_device *d, zc_stream *s, void *to, size_t bytes)
+static zc_status defer_fill(zc_device *d, zc_stream *s, void *to, int byte, size_t bytes)
 {
     (void)s;
-    return defer_push(DEFER(d), (defer_item){.kind = DEFER_ZERO, .to = to, .count = bytes});
+    return defer_push(DEFER(d), (defer_item){.kind = DEFER_FILL, .to = to, .add = byte, .count = bytes});
 }
 
 static zc_status defer_accumulate(zc_device *d, zc_stream *s, void *to, const void *from, size_t count,
@@ -350,8 +386,10 @@ static void defer_destroy(zc_device *d)
 }
 
 static const device_ops defer_device_ops = {
-    .name = "defer", .alloc = defer_alloc, .free = defer_free, .copy = defer_copy, .pack = defer_pack,
-    .zero = defer_zero, .accumulate = defer_accumulate, .sum_squares = defer_sum_squares, .fold_flags = defer_fold,
+    .name = "defer", .slot_step_bytes = 4096, .alloc = defer_alloc, .free = defer_free,
+    .slot_alloc = defer_slot_alloc, .slot_map = defer_slot_map, .slot_unmap = defer_slot_unmap,
+    .slot_free = defer_slot_free, .copy = defer_copy, .copy_far = defer_copy, .pack = defer_pack,
+    .fill = defer_fill, .accumulate = defer_accumulate, .sum_squares = defer_sum_squares, .fold_flags = defer_fold,
     .scale = defer_scale, .step_scalars = defer_scalars, .update = defer_update, .upload = defer_upload,
     .download = defer_download, .synchronize = defer_synchronize, .destroy = defer_destroy,
 };
@@ -441,24 +479,32 @@ static zc_status defer_gather(comm_channel *channel, zc_stream *s, uint32_t tag,
                               size_t slice, comm_ticket *ticket)
 {
     (void)s;
-    return defer_op_push(channel, (defer_op){.kind = OP_GATHER, .tag = tag, .region = UNDER_REGION(region), .offset = offset,
-                                             .size = slice}, ticket);
+    return defer_op_push(channel, (defer_op){.kind = OP_GATHER, .tag = tag, .region = UNDER_REGION(region),
+                                             .offset = offset, .size = slice}, ticket);
+}
+
+static zc_status defer_gather_to(comm_channel *channel, zc_stream *s, uint32_t tag, comm_region *region,
+                                 size_t offset, size_t slice, void *to, comm_ticket *ticket)
+{
+    (void)s;
+    return defer_op_push(channel, (defer_op){.kind = OP_GATHER_TO, .tag = tag, .region = UNDER_REGION(region),
+                                             .offset = offset, .size = slice, .to = to}, ticket);
 }
 
 static zc_status defer_words(comm_channel *channel, zc_stream *s, uint32_t tag, comm_region *region, size_t offset,
                              size_t words, uint64_t *to, comm_ticket *ticket)
 {
     (void)s;
-    return defer_op_push(channel, (defer_op){.kind = OP_WORDS, .tag = tag, .region = UNDER_REGION(region), .offset = offset,
-                                             .size = words, .to = to}, ticket);
+    return defer_op_push(channel, (defer_op){.kind = OP_WORDS, .tag = tag, .region = UNDER_REGION(region),
+                                             .offset = offset, .size = words, .to = to}, ticket);
 }
 
 static zc_status defer_broadcast(comm_channel *channel, zc_stream *s, uint32_t tag, comm_region *region,
                                  size_t offset, size_t bytes, size_t root, comm_ticket *ticket)
 {
     (void)s;
-    return defer_op_push(channel, (defer_op){.kind = OP_BROADCAST, .tag = tag, .region = UNDER_REGION(region), .offset = offset,
-                                             .size = bytes, .root = root}, ticket);
+    return defer_op_push(channel, (defer_op){.kind = OP_BROADCAST, .tag = tag, .region = UNDER_REGION(region),
+                                             .offset = offset, .size = bytes, .root = root}, ticket);
 }
 
 static zc_status defer_wait(comm_channel *channel, comm_ticket ticket, zc_stream *s)
@@ -500,6 +546,11 @@ static zc_status defer_array_all_reduce(zc_comm *comm, void *array, size_t count
     return comm_array_all_reduce(DEFER_COMM(comm)->under, array, count, dtype, op);
 }
 
+static zc_status defer_array_broadcast(zc_comm *comm, void *array, size_t bytes, size_t root)
+{
+    return comm_array_broadcast(DEFER_COMM(comm)->under, array, bytes, root);
+}
+
 static void defer_poison(zc_comm *comm, zc_status status, const char *why)
 {
     comm_poison(DEFER_COMM(comm)->under, status, why);
@@ -514,10 +565,11 @@ static void defer_close(zc_comm *comm)
 static const comm_ops defer_comm_ops = {
     .name = "defer", .ordered = 1, .channel_open = defer_channel_open, .channel_close = defer_channel_close,
     .region_alloc = defer_region_alloc, .region_grow = defer_region_grow, .region_free = defer_region_free,
-    .reduce_scatter = defer_reduce, .all_gather = defer_gather,
+    .reduce_scatter = defer_reduce, .all_gather = defer_gather, .all_gather_to = defer_gather_to,
     .all_reduce_words = defer_words, .broadcast = defer_broadcast, .test = defer_test, .wait = defer_wait,
     .wait_some = defer_wait_some, .progress = defer_progress, .exchange = defer_exchange,
-    .array_all_reduce = defer_array_all_reduce, .poison = defer_poison, .close = defer_close,
+    .array_all_reduce = defer_array_all_reduce, .array_broadcast = defer_array_broadcast, .poison = defer_poison,
+    .close = defer_close,
 };
 
 /* Wraps a communicator; the pair (*comm, *device) belongs together. */

@@ -114,7 +114,7 @@ static void *train(void *argument)
             put(initial[i], dtype, k, j->rank == 0 ? testing_float(&state) : 77);
         }
         snprintf(names[i], sizeof names[i], "p%zu", i);
-        params[i] = (zc_param){names[i], sizes[i], dtype, 0, initial[i]};
+        params[i] = (zc_param){.name = names[i], .elems = sizes[i], .dtype = dtype, .initial = initial[i]};
         grads[0][i] = malloc(sizes[i] * 8 + 8);
         grads[1][i] = malloc(sizes[i] * 8 + 8);
     }
@@ -370,7 +370,7 @@ static void *fail_together(void *argument)
 {
     error_job *j = argument;
     float w[4] = {1, 2, 3, 4}, g[4] = {1, 1, 1, 1};
-    zc_param param = {"w", j->what == 0 && j->rank == 1 ? 3 : 4, ZC_FLOAT32, 0, w};
+    zc_param param = {.name = "w", .elems = j->what == 0 && j->rank == 1 ? 3 : 4, .dtype = ZC_FLOAT32, .initial = w};
     zc_options group = ZC_OPTIONS_ADAMW;
     zc_engine_config config = ZC_ENGINE_CONFIG;
     zc_engine *engine = NULL;
@@ -449,7 +449,8 @@ static void *live(void *argument)
     fault_job *j = argument;
     float w[300] = {0}, g[300] = {0};
     uint16_t h[70] = {0};
-    zc_param params[2] = {{"w", 300, ZC_FLOAT32, 0, w}, {"h", 70, ZC_BFLOAT16, 0, h}};
+    zc_param params[2] = {{.name = "w", .elems = 300, .dtype = ZC_FLOAT32, .initial = w},
+                          {.name = "h", .elems = 70, .dtype = ZC_BFLOAT16, .initial = h}};
     zc_options group = {.lr = 0.1, .momentum = 0.9};
     zc_engine_config config = ZC_ENGINE_CONFIG;
     zc_engine *engine = NULL;

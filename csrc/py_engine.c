@@ -1,6 +1,7 @@
 /*
  * The Engine object: its lock, its life and its type.  Methods that bring values
- * in are in py_engine_params.c, steps and looking in in py_engine_state.c.
+ * in are in py_engine_params.c, steps and looking in in py_engine_state.c, units
+ * in py_engine_units.c.
  *
  * Methods are those of zero_c.h, one to one; what is convenient for people is
  * built from them in Python.
@@ -104,20 +105,23 @@ static int parse_rule(const char *name, optim_rule *rule)
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"comm", "params", "groups", "rule", "stage", "bucket_bytes", "ring_slots", "shared_params",
-                            "mean", "threads", NULL};
+                            "mean", "threads", "units", "unit_slots", "prefetch", "fill_discarded", NULL};
     py_state *state = PyType_GetModuleState(type);
     zc_engine_config config = ZC_ENGINE_CONFIG;
     Py_ssize_t bucket_bytes = (Py_ssize_t)config.bucket_bytes, ring_slots = (Py_ssize_t)config.ring_slots;
-    PyObject *comm_object, *params, *groups_object;
+    Py_ssize_t unit_slots = (Py_ssize_t)config.unit_slots, prefetch = (Py_ssize_t)config.prefetch;
+    PyObject *comm_object, *params, *groups_object, *units_object = NULL;
+    py_unit_list units = {NULL, NULL, 0};
     const char *rule = "adamw";
     py_param_list list = {NULL, NULL, NULL, 0};
     zc_options *groups = NULL;
     size_t group_count;
     zc_status status;
 
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!OO|$sinnppi:Engine", names, state->comm_type, &comm_object, &params,
-                                     &groups_object, &rule, &config.stage, &bucket_bytes, &ring_slots,
-                                     &config.shared_params, &config.mean, &config.threads)
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!OO|$sinnppiOnnp:Engine", names, state->comm_type, &comm_object,
+                                     &params, &groups_object, &rule, &config.stage, &bucket_bytes, &ring_slots,
+                                     &config.shared_params, &config.mean, &config.threads, &units_object, &unit_slots,
+                                     &prefetch, &config.fill_discarded)
         || parse_rule(rule, &config.rule))
         return NULL;
     if (bucket_bytes < 0 || ring_slots < 1) {
@@ -127,6 +131,13 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     }
     config.bucket_bytes = (size_t)bucket_bytes;
     config.ring_slots = (size_t)ring_slots;
+    if (unit_slots < 1 || prefetch < 0) {
+        PyErr_Format(PyExc_ValueError, "unit_slots is %zd (legal: 1 or more) and prefetch %zd (legal: 0 or more)",
+                     unit_slots, prefetch);
+        return NULL;
+    }
+    config.unit_slots = (size_t)unit_slots;
+    config.prefetch = (size_t)prefetch;
     py_engine *self = (py_engine *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
@@ -134,6 +145,10 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywor
         PyErr_NoMemory();
         goto fail;
     }
+    if (units_object && py_unit_list_read(units_object, &units))
+        goto fail;
+    config.units = units.units;
+    config.unit_count = units.count;
     if (py_param_list_read(params, 0, &list) || !(groups = py_engine_groups(groups_object, &group_count))
         || py_engine_reserve(self, list.count))
         goto fail;
@@ -152,10 +167,12 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     py_engine_note(self, &list);
     PyMem_Free(groups);
     py_param_list_free(&list);
+    py_unit_list_free(&units);
     return (PyObject *)self;
 fail:
     PyMem_Free(groups);
     py_param_list_free(&list);
+    py_unit_list_free(&units);
     Py_DECREF(self);
     return NULL;
 }
@@ -253,13 +270,19 @@ PyDoc_STRVAR(state_doc,
              "'momentum_buffer', 'exp_avg_sq', 'max_exp_avg_sq', 'master'.");
 PyDoc_STRVAR(read_doc,
              "read(i, role, scale=1.0)\n--\n\nThe whole array, flat, on every rank; all ranks must call it.");
+PyDoc_STRVAR(acquire_doc,
+             "acquire(unit, backward)\n--\n\nStage 3: the unit's parameters are at their addresses until release(); "
+             "backward: in which direction units follow one another.");
+PyDoc_STRVAR(store_doc,
+             "store(i, array)\n--\n\nStage 3: parameter i becomes rank 0's array on every rank; all ranks must call it.");
 PyDoc_STRVAR(discard_doc,
              "discard(i=None)\n--\n\nForgets the gradient of parameter i, or of all. All ranks must do the same.");
 
 static PyMethodDef engine_methods[] = {
     {"add_params", (PyCFunction)py_engine_add_params, METH_VARARGS, add_params_doc},
     {"load_param", (PyCFunction)py_engine_load_param, METH_VARARGS,
-     "load_param(i, array)\n--\n\nThe initial value of parameter i, in storage order."},
+     "load_param(i, array)\n--\n\nThe initial value of parameter i, in storage order; at stage 3 all ranks must call it, "
+     "rank 0's counts, and others may pass None."},
     {"publish", (PyCFunction)py_engine_publish, METH_NOARGS,
      "publish()\n--\n\nEvery rank's parameters become rank 0's; all ranks must call it."},
     {"param", (PyCFunction)py_engine_param, METH_O, param_doc},
@@ -288,6 +311,17 @@ static PyMethodDef engine_methods[] = {
     {"plan", (PyCFunction)py_engine_plan, METH_NOARGS, "plan()\n--\n\nSpaces, buckets and padding."},
     {"sync", (PyCFunction)py_engine_sync, METH_VARARGS,
      "sync(what='sync')\n--\n\nReturns when all ranks have come here."},
+    {"acquire", (PyCFunction)py_engine_acquire, METH_VARARGS, acquire_doc},
+    {"release", (PyCFunction)py_engine_release, METH_O, "release(unit)\n--\n\nEnds one acquire()."},
+    {"unit_user", (PyCFunction)py_engine_unit_user, METH_O,
+     "unit_user(unit)\n--\n\nThe acquired unit that occupies its memory, perhaps itself; or None."},
+    {"unit_generation", (PyCFunction)py_engine_unit_generation, METH_O,
+     "unit_generation(unit)\n--\n\n0: not in memory; otherwise another number each time it is gathered."},
+    {"unit_range", (PyCFunction)py_engine_unit_range, METH_O,
+     "unit_range(unit)\n--\n\n(address, bytes) of its parameters."},
+    {"fetch", (PyCFunction)py_engine_fetch, METH_O,
+     "fetch(i)\n--\n\nA flat copy of parameter i (bfloat16: as uint16); all ranks must call it."},
+    {"store", (PyCFunction)py_engine_store, METH_VARARGS, store_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -306,8 +340,9 @@ static PyMemberDef engine_members[] = {
 
 PyDoc_STRVAR(engine_doc,
              "Engine(comm, params, groups, *, rule='adamw', stage=2, bucket_bytes=0, ring_slots=16, "
-             "shared_params=False, mean=True, threads=0)\n--\n\nparams: (name, elems, dtype, group, initial array or None); "
-             "groups: dicts of options. All ranks must call it.");
+             "shared_params=False, mean=True, threads=0, units=(), unit_slots=2, prefetch=1, fill_discarded=False)\n--\n\n"
+             "params: (name, elems, dtype, group, initial array or None), at stage 3 also (..., unit, frozen); groups: dicts "
+             "of options;\nunits, of stage 3: (name, level, resident). All ranks must call it.");
 
 static PyType_Slot engine_slots[] = {
     {Py_tp_new, engine_new},         {Py_tp_dealloc, engine_dealloc}, {Py_tp_methods, engine_methods},

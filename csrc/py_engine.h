@@ -73,6 +73,16 @@ typedef struct py_param_list {
 int py_param_list_read(PyObject *sequence, size_t first, py_param_list *list);
 void py_param_list_free(py_param_list *list);
 
+/* The units of stage 3, and what keeps their names alive. Freed also after a failure. */
+typedef struct py_unit_list {
+    PyObject *tuple;
+    zc_unit *units;
+    size_t count;
+} py_unit_list;
+
+int py_unit_list_read(PyObject *sequence, py_unit_list *list);
+void py_unit_list_free(py_unit_list *list);
+
 /* The options of all groups from a sequence of dicts, to be freed with PyMem_Free; NULL with an exception set. */
 zc_options *py_engine_groups(PyObject *sequence, size_t *count);
 
@@ -101,5 +111,12 @@ PyObject *py_engine_memory(py_engine *self, PyObject *args);
 PyObject *py_engine_traffic(py_engine *self, PyObject *args);
 PyObject *py_engine_plan(py_engine *self, PyObject *args);
 PyObject *py_engine_sync(py_engine *self, PyObject *args);
+PyObject *py_engine_acquire(py_engine *self, PyObject *args);
+PyObject *py_engine_release(py_engine *self, PyObject *args);
+PyObject *py_engine_unit_user(py_engine *self, PyObject *args);
+PyObject *py_engine_unit_generation(py_engine *self, PyObject *args);
+PyObject *py_engine_unit_range(py_engine *self, PyObject *args);
+PyObject *py_engine_fetch(py_engine *self, PyObject *args);
+PyObject *py_engine_store(py_engine *self, PyObject *args);
 
 #endif

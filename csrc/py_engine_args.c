@@ -96,11 +96,11 @@ void py_param_list_free(py_param_list *list)
     Py_CLEAR(list->tuple);
 }
 
-/* One (name, elems, dtype, group, initial array or None): 0, or -1 with an exception. */
+/* One (name, elems, dtype, group, initial array or None[, unit, frozen]): 0, or -1 with an exception. */
 static int read_param(PyObject *item, size_t number, zc_param *param, py_array *initial)
 {
     const char *dtype_name;
-    Py_ssize_t elems, group;
+    Py_ssize_t elems, group, unit = 0;
     PyObject *array;
     char what[160];
 
@@ -109,10 +109,14 @@ static int read_param(PyObject *item, size_t number, zc_param *param, py_array *
                      number, Py_TYPE(item)->tp_name);
         return -1;
     }
-    if (!PyArg_ParseTuple(item, "znsnO;a parameter is (name, elems, dtype, group, initial)", &param->name, &elems,
-                          &dtype_name, &group, &array)
+    if (!PyArg_ParseTuple(item, "znsnO|np;a parameter is (name, elems, dtype, group, initial[, unit, frozen])",
+                          &param->name, &elems, &dtype_name, &group, &array, &unit, &param->frozen)
         || py_dtype_from_name(dtype_name, &param->dtype))
         return -1;
+    if (unit < 0 || unit > UINT32_MAX) {
+        PyErr_Format(PyExc_ValueError, "parameter %zu is in unit %zd; legal is 0 or more", number, unit);
+        return -1;
+    }
     if (elems < 0 || group < 0 || group > UINT32_MAX) {
         PyErr_Format(PyExc_ValueError, "parameter %zu has %zd elements and group %zd; both must be 0 or more", number,
                      elems, group);
@@ -120,6 +124,7 @@ static int read_param(PyObject *item, size_t number, zc_param *param, py_array *
     }
     param->elems = (size_t)elems;
     param->group = (uint32_t)group;
+    param->unit = (uint32_t)unit;
     if (array == Py_None)
         return 0;
     PyOS_snprintf(what, sizeof what, "initial value of parameter %zu (%s)", number, param->name ? param->name : "unnamed");

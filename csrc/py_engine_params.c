@@ -55,6 +55,16 @@ static PyObject *pass_array(py_engine *self, PyObject *args, const char *what,
 
 PyObject *py_engine_load_param(py_engine *self, PyObject *args)
 {
+    if (PyTuple_GET_SIZE(args) == 2 && PyTuple_GET_ITEM(args, 1) == Py_None) {
+        zc_status status;
+        size_t index;
+        if (py_engine_index(self, PyTuple_GET_ITEM(args, 0), &index) || py_engine_lock(self))
+            return NULL;
+        Py_BEGIN_ALLOW_THREADS
+        status = zc_engine_load_param(self->engine, index, NULL);
+        Py_END_ALLOW_THREADS
+        return py_engine_finish(self, status);
+    }
     return pass_array(self, args, "value", zc_engine_load_param);
 }
 

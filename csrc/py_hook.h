@@ -5,8 +5,8 @@
 #ifndef PY_HOOK_H
 #define PY_HOOK_H
 
-#include "dlpack_abi.h"
 #include "py_engine.h"
+#include "py_tensor.h"
 
 struct py_hooks;
 
@@ -29,6 +29,7 @@ typedef struct hook_param {
     uint64_t round;         /* the last round in which it handed over a gradient */
     unsigned long version;  /* torch's counter of in-place writes, for those with a master */
     char has_master;
+    char windowed;          /* stage 3: it is at `data` only while its unit is in use */
     char summed;            /* the engine holds sums; .grad is, or should be, the guard */
     char taken;             /* the pre-hook took the guard in this round */
 } hook_param;
@@ -37,9 +38,8 @@ typedef struct py_hooks {
     PyObject_HEAD
     py_engine *engine;
     PyObject *queue_callback, *current_node; /* torch's */
-    PyObject *describe;     /* tensor -> (address, type code, bits, sizes, strides), or raises */
+    py_tensor_reader reader;
     PyObject *relayout;     /* (index, gradient) -> the gradient in the parameter's dtype and strides */
-    const dl_exchange *exchange; /* NULL: use describe */
     PyObject *grad_name, *version_name;
     PyTypeObject *call_type, *round_end_type;
     hook_param *params;

@@ -1,76 +1,10 @@
 /*
  * The Hooks object: the parameters of one optimizer as autograd sees them, where
  * each was put, and the loops over all of them around a step.
- *
- * A tensor is read through the DLPack exchange table of its type, which costs no
- * Python call; where the framework has none, through a Python function.
  */
 #include "py_hook.h"
 
-/* ---- reading tensors ----------------------------------------------------- */
-
-typedef struct tensor_view {
-    dl_tensor tensor;
-    int64_t numbers[2 * ZC_MAX_DIMS]; /* behind sizes and strides, with describe */
-} tensor_view;
-
-static int read_numbers(PyObject *tuple, int64_t *to, int32_t dims)
-{
-    for (int32_t i = 0; i < dims; i++) {
-        to[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
-        if (to[i] == -1 && PyErr_Occurred())
-            return -1;
-    }
-    return 0;
-}
-
-static int view_described(py_hooks *self, PyObject *object, tensor_view *view)
-{
-    PyObject *sizes, *strides, *answer = PyObject_CallOneArg(self->describe, object);
-    unsigned long long address;
-    int code, bits, failed = -1;
-
-    if (!answer)
-        return -1;
-    if (!PyArg_ParseTuple(answer, "KiiO!O!", &address, &code, &bits, &PyTuple_Type, &sizes, &PyTuple_Type, &strides))
-        goto done;
-    if (PyTuple_GET_SIZE(sizes) > ZC_MAX_DIMS || PyTuple_GET_SIZE(sizes) != PyTuple_GET_SIZE(strides)) {
-        PyErr_Format(PyExc_ValueError, "a tensor has %zd dimensions; at most %d are possible",
-                     PyTuple_GET_SIZE(sizes), ZC_MAX_DIMS);
-        goto done;
-    }
-    view->tensor.dims = (int32_t)PyTuple_GET_SIZE(sizes);
-    view->tensor.shape = view->numbers;
-    view->tensor.strides = view->numbers + ZC_MAX_DIMS;
-    view->tensor.data = (void *)(uintptr_t)address;
-    view->tensor.offset_bytes = 0;
-    view->tensor.device = (dl_device){DL_CPU, 0};
-    view->tensor.dtype = (dl_type){(uint8_t)code, (uint8_t)bits, 1};
-    failed = read_numbers(sizes, view->tensor.shape, view->tensor.dims) ||
-             read_numbers(strides, view->tensor.strides, view->tensor.dims)
-                 ? -1 : 0;
-done:
-    Py_DECREF(answer);
-    return failed;
-}
-
-/* Good while `object` lives and is not changed. */
-static int view_tensor(py_hooks *self, PyObject *object, tensor_view *view)
-{
-    if (!self->exchange)
-        return view_described(self, object, view);
-    if (self->exchange->view_object_no_sync(object, &view->tensor) != 0) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_BufferError, "a tensor could not be read");
-        return -1;
-    }
-    return 0;
-}
-
-static void *view_data(const tensor_view *view)
-{
-    return view->tensor.data ? (char *)view->tensor.data + view->tensor.offset_bytes : NULL;
-}
+/* ---- gradients ------------------------------------------------------------- */
 
 static int same_shape(const hook_param *p, const dl_tensor *t)
 {
@@ -96,11 +30,11 @@ static int same_layout(const hook_param *p, const dl_tensor *t)
 void *hook_gradient_memory(py_hooks *self, size_t index, PyObject *grad, PyObject **keep)
 {
     hook_param *p = &self->params[index];
-    tensor_view view;
+    py_tensor view;
 
     *keep = NULL;
-    if (view_tensor(self, grad, &view) == 0 && view.tensor.device.type == DL_CPU && same_shape(p, &view.tensor) &&
-        same_layout(p, &view.tensor) && (view_data(&view) || !p->data)) { /* a sparse one has no memory to show */
+    if (py_tensor_view(&self->reader, grad, &view) == 0 && view.tensor.device.type == DL_CPU && same_shape(p, &view.tensor) &&
+        same_layout(p, &view.tensor) && (py_tensor_data(&view) || !p->data)) { /* a sparse one has no memory to show */
         *keep = Py_NewRef(grad);
     } else {
         PyErr_Clear(); /* relayout says what is wrong with it */
@@ -111,7 +45,7 @@ void *hook_gradient_memory(py_hooks *self, size_t index, PyObject *grad, PyObjec
         if (!*keep)
             return NULL;
         p = &self->params[index];
-        if (view_tensor(self, *keep, &view) < 0) {
+        if (py_tensor_view(&self->reader, *keep, &view) < 0) {
             Py_CLEAR(*keep);
             return NULL;
         }
@@ -121,7 +55,7 @@ void *hook_gradient_memory(py_hooks *self, size_t index, PyObject *grad, PyObjec
             return NULL;
         }
     }
-    void *data = view_data(&view);
+    void *data = py_tensor_data(&view);
     return data ? data : *keep; /* an empty one has no memory; the engine reads nothing */
 }
 
@@ -154,7 +88,7 @@ static int hooks_clear(PyObject *object)
     Py_CLEAR(self->engine);
     Py_CLEAR(self->queue_callback);
     Py_CLEAR(self->current_node);
-    Py_CLEAR(self->describe);
+    Py_CLEAR(self->reader.describe);
     Py_CLEAR(self->relayout);
     Py_CLEAR(self->grad_name);
     Py_CLEAR(self->version_name);
@@ -176,7 +110,7 @@ static int hooks_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->engine);
     Py_VISIT(self->queue_callback);
     Py_VISIT(self->current_node);
-    Py_VISIT(self->describe);
+    Py_VISIT(self->reader.describe);
     Py_VISIT(self->relayout);
     Py_VISIT(self->call_type);
     Py_VISIT(self->round_end_type);
@@ -243,17 +177,11 @@ static PyObject *hooks_new(PyTypeObject *type, PyObject *arguments, PyObject *na
         PyErr_Format(PyExc_TypeError, "Hooks needs an Engine, got %s", Py_TYPE(engine)->tp_name);
         goto failed;
     }
-    if (exchange != Py_None) {
-        self->exchange = PyCapsule_GetPointer(exchange, DL_NAME_EXCHANGE);
-        if (!self->exchange)
-            goto failed;
-        if (self->exchange->header.version.major != DL_MAJOR || !self->exchange->view_object_no_sync)
-            self->exchange = NULL;
-    }
+    if (py_tensor_reader_init(&self->reader, describe, exchange) < 0)
+        goto failed;
     self->engine = (py_engine *)Py_NewRef(engine);
     self->queue_callback = Py_NewRef(queue_callback);
     self->current_node = Py_NewRef(current_node);
-    self->describe = Py_NewRef(describe);
     self->relayout = Py_NewRef(relayout);
     self->grad_name = PyUnicode_InternFromString("grad");
     self->version_name = PyUnicode_InternFromString("_version");
@@ -280,10 +208,10 @@ static int read_version(py_hooks *self, hook_param *p, unsigned long *version)
 /* Notes where the parameter lies now. */
 static int note_place(py_hooks *self, hook_param *p)
 {
-    tensor_view view;
+    py_tensor view;
     int64_t elems = 1;
 
-    if (view_tensor(self, p->param, &view) < 0)
+    if (py_tensor_view(&self->reader, p->param, &view) < 0)
         return -1;
     p->dims = view.tensor.dims;
     p->dtype = view.tensor.dtype;
@@ -298,23 +226,24 @@ static int note_place(py_hooks *self, hook_param *p)
         p->strides[i] = view.tensor.strides ? view.tensor.strides[i] : 0;
         elems *= p->sizes[i];
     }
-    p->data = elems ? view_data(&view) : NULL;
+    p->data = elems ? py_tensor_data(&view) : NULL;
     return p->has_master ? read_version(self, p, &p->version) : 0;
 }
 
 PyDoc_STRVAR(hooks_add_doc,
-"add(param, guard, owner, key, has_master)\n--\n\n"
+"add(param, guard, owner, key, has_master, windowed)\n--\n\n"
 "The parameter of the next index, already where the engine keeps it; returns\n"
 "the callables for register_hook and register_post_accumulate_grad_hook.\n"
-"owner is the dict in which the module keeps it under key, or None.");
+"owner is the dict in which the module keeps it under key, or None.  A windowed\n"
+"one comes and goes, and others look after its place (Window).");
 
 static PyObject *hooks_add(PyObject *object, PyObject *arguments)
 {
     py_hooks *self = (py_hooks *)object;
     PyObject *param, *guard, *owner, *key;
-    int has_master;
+    int has_master, windowed;
 
-    if (!PyArg_ParseTuple(arguments, "OOOOp", &param, &guard, &owner, &key, &has_master))
+    if (!PyArg_ParseTuple(arguments, "OOOOpp", &param, &guard, &owner, &key, &has_master, &windowed))
         return NULL;
     if (self->count == self->capacity) {
         size_t capacity = self->capacity ? 2 * self->capacity : 64;
@@ -324,7 +253,7 @@ static PyObject *hooks_add(PyObject *object, PyObject *arguments)
         self->params = bigger;
         self->capacity = capacity;
     }
-    hook_param fresh = {.has_master = (char)has_master};
+    hook_param fresh = {.has_master = (char)has_master, .windowed = (char)windowed};
     fresh.param = Py_NewRef(param);
     fresh.guard = Py_NewRef(guard);
     if (PyDict_Check(owner)) {
@@ -388,7 +317,7 @@ PyDoc_STRVAR(hooks_check_doc,
 static PyObject *hooks_check(PyObject *object, PyObject *ignored)
 {
     py_hooks *self = (py_hooks *)object;
-    tensor_view view;
+    py_tensor view;
     (void)ignored;
 
     for (size_t i = 0; i < self->count; i++) {
@@ -400,11 +329,13 @@ static PyObject *hooks_check(PyObject *object, PyObject *ignored)
             if (there != p->param)
                 return Py_BuildValue("ns", (Py_ssize_t)i, "replaced");
         }
-        if (view_tensor(self, p->param, &view) < 0) {
+        if (p->windowed)
+            continue;
+        if (py_tensor_view(&self->reader, p->param, &view) < 0) {
             PyErr_Clear(); /* on the meta device, for example */
             return Py_BuildValue("ns", (Py_ssize_t)i, "moved");
         }
-        if ((p->data && view_data(&view) != p->data) || !same_shape(p, &view.tensor) || !same_layout(p, &view.tensor))
+        if ((p->data && py_tensor_data(&view) != p->data) || !same_shape(p, &view.tensor) || !same_layout(p, &view.tensor))
             return Py_BuildValue("ns", (Py_ssize_t)i, "moved");
     }
     Py_RETURN_NONE;

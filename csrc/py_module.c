@@ -107,7 +107,7 @@ static PyMethodDef module_methods[] = {
 static int module_exec(PyObject *module)
 {
     if (py_array_init() || add_exceptions(module, PyModule_GetState(module)) || py_comm_add(module)
-        || py_engine_add(module) || py_export_add(module) || py_hook_add(module))
+        || py_engine_add(module) || py_export_add(module) || py_hook_add(module) || py_window_add(module))
         return -1;
     return 0;
 }

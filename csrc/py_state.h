@@ -83,5 +83,6 @@ PyObject *py_export_new(py_state *state, void *data, size_t elems, zc_dtype dtyp
 int py_comm_add(PyObject *module);
 int py_engine_add(PyObject *module);
 int py_export_add(PyObject *module);
+int py_window_add(PyObject *module);
 
 #endif

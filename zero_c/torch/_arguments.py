@@ -107,7 +107,7 @@ def check_once(groups, names):
             seen[id(tensor)] = number
 
 
-def check_tensor(tensor, name, active_hook):
+def check_tensor(tensor, name, active_hook, meta=False):
     """A tensor that the engine can own, or an error that says why not."""
     kind = type(tensor)
     if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
@@ -120,22 +120,23 @@ def check_tensor(tensor, name, active_hook):
                          f"get a gradient; optimize the tensor it was computed from, or detach it first")
     if tensor.layout != torch.strided:
         raise TypeError(f"parameter '{name}' has layout {tensor.layout}; only dense (strided) ones are supported")
-    if tensor.device.type != "cpu":
+    if tensor.device.type != "cpu" and not (meta and tensor.is_meta):
         raise ValueError(f"parameter '{name}' is on device '{tensor.device}'; this backend needs 'cpu'")
     if tensor.requires_grad and tensor.dtype not in DTYPES:
         legal = ", ".join(sorted(DTYPES.values()))
         raise TypeError(f"parameter '{name}' has dtype {tensor.dtype}; legal: {legal}")
-    if overlaps_itself(tensor):
-        raise ValueError(f"parameter '{name}' is expanded or overlaps itself (shape {tuple(tensor.shape)}, strides "
-                         f"{tensor.stride()}): several elements share memory; pass a clone()")
     for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
         if active_hook(hook):
             raise ValueError(f"parameter '{name}' belongs to another ShardedOptimizer; delete that one first")
+    if overlaps_itself(tensor):
+        raise ValueError(f"parameter '{name}' is expanded or overlaps itself (shape {tuple(tensor.shape)}, strides "
+                         f"{tensor.stride()}): several elements share memory; pass a clone()")
 
 
 def check_apart(tensors, names):
     """Different parameters must not share memory: moved apart they would stop being tied."""
-    spans = sorted((t.data_ptr(), t.data_ptr() + span_bytes(t), names[id(t)]) for t in tensors if t.numel())
+    spans = sorted((t.data_ptr(), t.data_ptr() + span_bytes(t), names[id(t)]) for t in tensors
+                   if t.numel() and not t.is_meta)
     for (_, end, first), (begin, _, second) in zip(spans, spans[1:], strict=False):
         if begin < end:
             raise ValueError(f"parameters '{first}' and '{second}' share memory; use one Parameter in both places "

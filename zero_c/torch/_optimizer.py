@@ -1,6 +1,7 @@
 """ShardedOptimizer: the engine behind the face of a torch optimizer."""
 
 import contextlib
+import os
 import types
 import warnings
 
@@ -10,7 +11,7 @@ import torch
 import zero_c
 from zero_c import _core, _options
 
-from . import _agree, _arguments, _place, _state
+from . import _agree, _arguments, _meta, _place, _stage3, _state, _units
 from ._scale import LossScale, is_positive
 
 
@@ -21,18 +22,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
     module      with tensors or groups given: the module they belong to, for names, buffers and checks
     optimizer   "adamw", "adam" or "sgd"; its arguments (lr, betas, eps, weight_decay, momentum, dampening, nesterov,
                 maximize, amsgrad) as in torch.optim
-    stage       0: everything on every rank; 1: optimizer state sharded; 2: gradients too
+    stage       0: everything on every rank; 1: optimizer state sharded; 2: gradients too; 3: parameters too
     max_grad_norm   clip the averaged gradient to this 2-norm in step()
     loss_scale  None, a number, or "dynamic"; multiply losses with opt.scale(loss)
     skip_nonfinite  True: a step with an infinite or NaN gradient on any rank changes nothing; None: with a loss scale
     reduce_op   "mean" or "sum" of the ranks' gradients
     bucket_mb   size of a reduction window; by default 1/128 of the gradient, between 0.25 and 1
+    units       stage 3: modules, or classes of modules, whose parameters are gathered together around their forward
+                and their backward; by default the children of the longest ModuleList or Sequential. What is in no unit
+                belongs to the root, which stays gathered until the step
+    prefetch    stage 3: how many units to gather ahead of their use; each takes memory for one more unit
+    weights     stage 3: path, or paths, of safetensors files with values for the module's parameters and buffers
+    init        stage 3, of a module on the meta device: a function that initialises the parameters and buffers of one
+                module (not of its children), called for each; by default their reset_parameters()
     shared_params   parameters live once per host
     comm        a Communicator; by default that of zero_c.init()
 
     The parameters' memory moves into the engine and stays there. After a backward `.grad` shows NaN: the engine
-    has the gradient (`opt.grad(p)`), and step() consumes it.
+    has the gradient (`opt.grad(p)`), and step() consumes it. At stage 3 a parameter has its value during its unit's
+    forward and backward and inside `opt.gathered()`; otherwise it keeps its shape and dtype and shows NaN.
     """
+
+    _ring_slots = None  # stage 3: memory for units of one size and level; None: prefetch + 1. For tests of larger rings
 
     def __init__(self, params, *, module=None, optimizer="adamw", stage=2, max_grad_norm=None, loss_scale=None,
                  skip_nonfinite=None, reduce_op="mean", bucket_mb=None, units=None, prefetch=1, weights=None, init=None,
@@ -44,7 +55,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def prepare():
             check_settings(stage, max_grad_norm, skip_nonfinite, reduce_op, bucket_mb)
-            check_without_effect(units, prefetch, weights, init, deterministic)
+            check_without_effect(stage, units, prefetch, weights, init, deterministic)
             defaults = _options.resolve(optimizer, options)
             whole = params if isinstance(params, torch.nn.Module) else module
             if module is not None and whole is params:
@@ -53,17 +64,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise TypeError(f"module is a {type(whole).__name__}; needed: a torch.nn.Module")
             scale = LossScale(loss_scale)
             groups = _arguments.read_groups(params)
-            names = self._check(groups, defaults, optimizer, whole)
+            names = self._check(groups, defaults, optimizer, whole, meta=stage == 3)
+            layout = plan_units(whole, units, groups, names, shared_params) if stage == 3 else None
+            files = _meta.open_files(weights, whole) if weights is not None and self._comm.rank == 0 else None
             settings = {"stage": stage, "optimizer": optimizer, "max_grad_norm": max_grad_norm,
                         "loss_scale": loss_scale, "skip_nonfinite": skip_nonfinite, "reduce_op": reduce_op,
-                        "bucket_mb": bucket_mb, "shared_params": bool(shared_params)}
+                        "bucket_mb": bucket_mb, "shared_params": bool(shared_params), "prefetch": prefetch}
             lines = _agree.describe([{**defaults, **group} for group in groups], names, settings)
             if whole is not None:
                 lines += [_agree.describe_tensor(f"buffer '{name}'", buffer) for name, buffer in whole.named_buffers()]
-            return lines, (defaults, groups, names, whole, scale)
+            if layout is not None:
+                lines += [f"{unit!r}: " + ", ".join(name for name, _ in unit.members) for unit in layout]
+            return lines, (defaults, groups, names, whole, scale, layout, files)
 
-        defaults, groups, names, whole, self._scale = _agree.checked(
+        defaults, groups, names, whole, self._scale, layout, files = _agree.checked(
             self._comm, "construction of ShardedOptimizer", prepare)
+        replaced = None
+        if stage == 3 and _meta.is_on_meta(whole):
+            replaced = _meta.Replacement(whole)
+            groups, names = replaced.follow(groups, names, layout)
+        try:
+            self._set_up(groups, names, whole, layout, defaults, optimizer=optimizer, stage=stage,
+                         reduce_op=reduce_op, max_grad_norm=max_grad_norm, skip_nonfinite=skip_nonfinite,
+                         bucket_mb=bucket_mb, shared_params=shared_params, prefetch=prefetch,
+                         filling={"replaced": replaced, "weights": weights, "files": files, "init": init})
+        except BaseException:
+            if replaced is not None:
+                replaced.undo()
+            raise
+
+    def _set_up(self, groups, names, whole, layout, defaults, *, optimizer, stage, reduce_op, max_grad_norm,
+                skip_nonfinite, bucket_mb, shared_params, prefetch, filling):
+        """After all checks, with all ranks."""
         self._optimizer, self._stage, self._mean = optimizer, stage, reduce_op == "mean"
         self._max_grad_norm, self._skip_nonfinite = max_grad_norm, skip_nonfinite
         self._amp_scale = None      # inside a GradScaler's step: its scale
@@ -79,13 +111,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._guards = _place.Guards()
         self._places = _arguments.places(whole) if whole is not None else {}
         self._buffers = {name: buffer for name, buffer in whole.named_buffers()} if whole is not None else {}
-        self._build(names, whole, {"stage": stage, "shared_params": bool(shared_params), "mean": self._mean,
-                                   **({"bucket_bytes": max(1, int(bucket_mb * 2**20))} if bucket_mb is not None else {})})
+        self._windows = None        # stage 3: see _stage3.py
+        config = {"stage": stage, "shared_params": bool(shared_params), "mean": self._mean}
+        if bucket_mb is not None:
+            config["bucket_bytes"] = max(1, int(bucket_mb * 2**20))
+        if layout is None:
+            self._build(names, whole, config)
+        else:
+            slots = prefetch + 1 if self._ring_slots is None else self._ring_slots
+            self._build_sharded(names, whole, layout, config | {"prefetch": prefetch, "unit_slots": slots}, filling)
         self._built = True
 
     # ---- construction --------------------------------------------------------
 
-    def _check(self, groups, defaults, optimizer, module, first_group=0):
+    def _check(self, groups, defaults, optimizer, module, first_group=0, meta=False):
         """Names of all parameters of the groups, which are as they must be."""
         if module is not None:
             _arguments.refuse_wrapped(module)
@@ -93,10 +132,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         _arguments.check_once(groups, names)
         tensors = [tensor for group in groups for tensor in group["params"]]
         for tensor in tensors:
-            _arguments.check_tensor(tensor, names[id(tensor)], is_active)
+            _arguments.check_tensor(tensor, names[id(tensor)], is_active, meta)
         _arguments.check_apart(tensors, names)
         for name, buffer in module.named_buffers() if module is not None else ():
-            _place.check_plain(buffer, name, "buffer")
+            if not (meta and buffer.is_meta):
+                _place.check_plain(buffer, name, "buffer")
         for group in groups:
             _options.to_core(optimizer, {**defaults, **group})
         return names
@@ -113,6 +153,51 @@ class ShardedOptimizer(torch.optim.Optimizer):
             others += [tensor for tensor in module.parameters() if id(tensor) not in known]
             others += list(module.buffers())
         _place.broadcast(self._comm, others)
+
+    def _load_sharded(self, tensors, layout, replaced, weights, files, init):
+        """Values of all parameters go to the shards; returns views, see _place.load_sharded."""
+        views = _place.load_sharded(self._engine, tensors, replaced.strides if replaced is not None else {})
+        if replaced is not None or weights is not None:
+            index = {id(tensor): number for number, tensor in enumerate(tensors)}
+            strides = {id(tensor): view.stride() for tensor, view in zip(tensors, views, strict=True)}
+            _meta.Filler(self._engine, self._comm, layout, index, strides, replaced, weights, files,
+                         init).fill()
+        _place.complete(self._engine)
+        return views
+
+    def _build_sharded(self, names, module, layout, config, filling):
+        """Stage 3: all parameters of the module move into the shards; those that are not trained last."""
+        fresh = self._sort_in(names, enumerate(self.param_groups))
+        in_groups = {id(tensor) for _, tensor, _ in fresh + self._frozen}
+        unit_of = {id(tensor): unit.index for unit in layout for _, tensor in unit.members}
+        self._frozen = [entry for entry in self._frozen if id(entry[1]) in unit_of]
+        kept = self._frozen + [(name, tensor, 0) for unit in layout for name, tensor in unit.members
+                               if id(tensor) not in in_groups]
+        described = [(name, tensor.numel(), _arguments.DTYPES[tensor.dtype], group, None, unit_of[id(tensor)], frozen)
+                     for frozen, entries in ((False, fresh), (True, kept)) for name, tensor, group in entries]
+        self._engine = _core.Engine(
+            self._comm, described, self._core_groups(), rule=self._optimizer, units=[
+                (unit.name or "root", unit.level, unit.resident) for unit in layout],
+            fill_discarded=os.environ.get("ZERO_C_STAGE3_FILL", "0") not in ("", "0"), **config)
+        self._hooks = _place.new_hooks(self._engine, self._managed, windowed=True)
+        tensors = [tensor for _, tensor, _ in fresh + kept]
+        views = self._load_sharded(tensors, layout, **filling)
+        for index, (name, tensor, group) in enumerate(fresh):
+            tensor.data = views[index]
+            self._managed.append((name, tensor, _place.layout_of(tensor)))
+            self._index[id(tensor)] = index
+            _place.attach(self._hooks, self._guards, tensor, self._places.get(id(tensor)), windowed=True)
+            if tensor.numel():
+                tensor.data = _place.nan_guard(tensor)
+            self.state[tensor] = _state.ParamState(self._engine, index, self._views(index, group))
+        self._module = module
+        self._sharded = {id(tensor): index for index, tensor in enumerate(tensors)}
+        _place.make_windows(self._engine, layout, dict(zip(map(id, tensors), views, strict=True)), self._places)
+        self._windows = _stage3.Runtime(self._engine, module, layout, self._index, self._comm.rank)
+        self._windows.layout = {id(tensor): (view.shape, view.stride()) for tensor, view in zip(tensors, views, strict=True)}
+        _place.guard_state_dicts(self._windows)
+        others = [tensor for tensor in module.parameters() if id(tensor) not in self._sharded]
+        _place.broadcast(self._comm, others + list(module.buffers()))
 
     def _sort_in(self, names, numbered_groups):
         """Parameters of these groups, as (name, parameter, group): returns the trainable ones, keeps the frozen."""
@@ -147,6 +232,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return super().add_param_group(param_group)
 
         def prepare():
+            if self._windows is not None:
+                raise ValueError("at stage 3 parameters cannot be added: the units' memory is laid out once; give all of "
+                                 "them at the start, or build a new ShardedOptimizer")
             group = _arguments.read_group(param_group)
             number = len(self.param_groups)
             names = self._check([group], self.defaults, self._optimizer, None, number)
@@ -241,12 +329,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _read(self, index, parameter, role, factor=1.0):
         array = _place.as_tensor(self._engine.read(index, role, factor))
-        return array.as_strided(parameter.shape, parameter.stride()) if parameter.numel() else array.view(parameter.shape)
+        strides = self._managed[index][2][3]
+        return array.as_strided(parameter.shape, strides) if parameter.numel() else array.view(parameter.shape)
 
     def _write(self, index, parameter, role, value):
         wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         value = torch.as_tensor(value).detach().to("cpu", wide).expand(parameter.shape)
-        whole = torch.empty_strided(parameter.shape, _arguments.dense_strides(parameter), dtype=wide).copy_(value)
+        whole = torch.empty_strided(parameter.shape, self._managed[index][2][3], dtype=wide).copy_(value)
         self._engine.write(index, role, _place.flat(whole, whole.stride()).numpy())
 
     # ---- the step ------------------------------------------------------------
@@ -265,6 +354,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if skip is None:
             skip = amp or self._scale.setting is not None
         scale = self._loss_scale()
+        if self._windows is not None:
+            self._windows.changed()
         norm, skipped, nonfinite = self._engine.step(
             self._core_groups(), loss_scale=scale, max_norm=self._max_grad_norm or 0.0, want_norm=False,
             skip_nonfinite=bool(skip))
@@ -286,6 +377,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _settle(self):
         """Before all that is collective: parameters are in place, nothing is left in .grad."""
+        if self._windows is not None:
+            self._windows.check()
         found = self._hooks.check()
         if found is not None:
             name, parameter, _ = self._managed[found[0]]
@@ -303,6 +396,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Frozen parameters that have a gradient now, on any rank, are trained from here on."""
         if not self._frozen:
             return
+        if self._windows is not None:
+            return self._refuse_unfrozen()
         wanted = numpy.array([tensor.requires_grad and tensor.grad is not None for _, tensor, _ in self._frozen],
                              numpy.uint8)
         self._engine.sync("step")  # a rank may still be at the end of a backward that another took no part in
@@ -317,6 +412,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._frozen = [entry for entry, take in zip(self._frozen, wanted, strict=True) if not take]
         self._adopt(entries)
         self._hooks.settle()  # their gradients make a round of their own
+
+    def _refuse_unfrozen(self):
+        for name, tensor, _ in self._frozen:
+            if tensor.requires_grad and tensor.grad is not None:
+                raise zero_c.Error(f"parameter '{name}' was frozen when the optimizer was built, and has a gradient now; "
+                                   f"at stage 3 unfreeze it before, or build a new ShardedOptimizer")
 
     def _follow_options(self):
         """opt.state follows when the options of a group call for other state than before (amsgrad, momentum)."""
@@ -367,13 +468,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ---- looking in ----------------------------------------------------------
 
     def full_param(self, p):
-        """A copy of a parameter's value at full shape."""
+        """A copy of a parameter's value at full shape. Collective."""
+        if self._windows is not None:
+            return self._fetch(p)
         self._find(p)
         return p.detach().clone()
 
+    def _fetch(self, p):
+        if id(p) not in self._sharded:
+            self._find(p)  # says that it is none of ours
+        return _place.shaped(self._engine.fetch(self._sharded[id(p)]), self._windows.layout[id(p)], p.dtype)
+
     @contextlib.contextmanager
     def gathered(self, *params, write=False):
-        """The parameters at full shape, as a list of tensors. With write, rank 0's changes reach all ranks."""
+        """The parameters (none given: all) at full shape, as a list of tensors. With write, rank 0's changes reach all
+        ranks. Collective. At stage 3 the parameters themselves have their values inside, in memory of their own.
+        """
+        if self._windows is not None:
+            with self._gathered(params, write) as tensors:
+                yield tensors
+            return
+        params = params or [tensor for _, tensor, _ in self._managed]
         for p in params:
             self._find(p)
         before = [p._version for p in params]
@@ -387,6 +502,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         elif any(p._version != version for p, version in zip(params, before, strict=True)):
             raise zero_c.Error("parameters were written inside gathered(); pass write=True, so that the write reaches "
                                "all ranks")
+
+    @contextlib.contextmanager
+    def _gathered(self, params, write):
+        params = params or [tensor for tensor in self._module.parameters() if id(tensor) in self._sharded]
+        own = {id(p): (p, self._fetch(p)) for p in params}
+        with self._windows.holding(list(own.values())):
+            versions = [p._version for p in params]
+            yield [p.detach() for p in params]
+            written = versions != [p._version for p in params]
+        if not write:
+            if written:
+                raise zero_c.Error("parameters were written inside gathered(); pass write=True, so that the write "
+                                   "reaches all ranks")
+            return
+        for identity, (p, copy) in own.items():
+            self._engine.store(self._sharded[identity], _place.flat(copy, self._windows.layout[identity][1]))
+        self._windows.changed()
 
     def sync_buffers(self):
         """The module's buffers become rank 0's. Collective."""
@@ -442,9 +574,8 @@ def is_active(hook):
 
 
 def check_settings(stage, max_grad_norm, skip_nonfinite, reduce_op, bucket_mb):
-    if stage not in (0, 1, 2) or isinstance(stage, bool):
-        more = "; stage 3 is not in this version" if stage == 3 else ""
-        raise ValueError(f"stage is {stage!r}; legal: 0, 1, 2{more}")
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise ValueError(f"stage is {stage!r}; legal: 0, 1, 2, 3")
     if max_grad_norm is not None and not is_positive(max_grad_norm):
         raise ValueError(f"max_grad_norm is {max_grad_norm!r}; legal: None, or a number above 0")
     if skip_nonfinite not in (None, True, False):
@@ -455,11 +586,34 @@ def check_settings(stage, max_grad_norm, skip_nonfinite, reduce_op, bucket_mb):
         raise ValueError(f"bucket_mb is {bucket_mb!r}; legal: None, or a number above 0")
 
 
-def check_without_effect(units, prefetch, weights, init, deterministic):
+def plan_units(module, units, groups, names, shared_params):
+    """The units of stage 3, after checks."""
+    if module is None:
+        raise ValueError("stage 3 gathers parameters around the forward of their modules: pass the module as the first "
+                         "argument, or as module= beside groups")
+    if shared_params:
+        raise ValueError("stage 3 keeps every parameter once already; shared_params=True is for stages 0 to 2")
+    layout = _units.assign(module, _units.choose(module, units))
+    members = {id(tensor): name for unit in layout for name, tensor in unit.members}
+    for group in groups:
+        for tensor in group["params"]:
+            if id(tensor) not in members and tensor.dtype in _arguments.DTYPES:
+                raise ValueError(f"parameter '{names[id(tensor)]}' is not in the module; at stage 3 every parameter must be")
+    given = {id(tensor) for group in groups for tensor in group["params"]}
+    others = [(name, tensor) for unit in layout for name, tensor in unit.members if id(tensor) not in given]
+    for name, tensor in others:
+        _arguments.check_tensor(tensor, name, is_active, meta=True)
+    _arguments.check_apart([tensor for unit in layout for _, tensor in unit.members], members)
+    return layout
+
+
+def check_without_effect(stage, units, prefetch, weights, init, deterministic):
     """Options that would do nothing here are refused."""
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+        raise ValueError(f"prefetch is {prefetch!r}; legal: 0 or a larger whole number")
     for name, value, plain in (("units", units, None), ("prefetch", prefetch, 1), ("weights", weights, None),
                                ("init", init, None)):
-        if value != plain:
+        if value is not plain and value != plain and stage != 3:
             raise ValueError(f"{name}={value!r} has an effect at stage 3 only; leave it out")
     if deterministic is not None:
         raise ValueError(f"deterministic={deterministic!r} has an effect on NCCL only (this backend always sums in "

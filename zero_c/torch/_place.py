@@ -33,13 +33,89 @@ def load(engine, first, tensors):
         engine.load_param(first + index, flat(tensor, strides))
         if tensor.numel():
             tensor.data = torch.from_dlpack(engine.param_dlpack(first + index, tuple(tensor.shape), tuple(strides)))
-    engine.publish()
+    complete(engine)
+
+
+def load_sharded(engine, tensors, later):
+    """Stage 3: values go to the shards, rank 0's on every rank; each tensor shows NaN afterwards, its old memory goes.
+
+    later: id(tensor) -> strides, of those whose values come later.  Returns views of the units' memory, as the tensors
+    will be while their units are in use.
+    """
+    views = [None] * len(tensors)
+    for index in reversed(range(len(tensors))):
+        tensor = tensors[index]
+        strides = later.get(id(tensor)) or tuple(dense_strides(tensor))
+        if id(tensor) not in later:
+            engine.load_param(index, flat(tensor, strides))
+        views[index] = tensor.data
+        if tensor.numel():
+            views[index] = torch.from_dlpack(engine.param_dlpack(index, tuple(tensor.shape), strides))
+            tensor.data = nan_guard(tensor)
+    return views
+
+
+def nan_guard(tensor):
+    """One NaN of the tensor's own, expanded to its shape."""
+    return torch.full((), math.nan, dtype=tensor.dtype).expand(tensor.shape)
+
+
+def make_windows(engine, units, views, places):
+    """Gives every unit its window, closed; views: id(parameter) -> its view of the unit's memory."""
+    for unit in units:
+        rows = []
+        for _, parameter in unit.members:
+            guard = None
+            if parameter.numel():
+                parameter.data = guard = nan_guard(parameter)
+            rows.append((parameter, views[id(parameter)], guard, *places.get(id(parameter), (None, None))))
+        unit.window = _core.Window(rows, describe, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
+        unit.first_address, size = engine.unit_range(unit.index)
+        unit.last_address = unit.first_address + size
+
+
+def guard_state_dicts(runtime):
+    """Saving or loading a module whose parameters are not there raises, instead of saving NaN."""
+    owners = {}
+    for unit in runtime.used:
+        for module in unit.module.modules():
+            own = [parameter for parameter in module._parameters.values() if parameter is not None]
+            if own:
+                owners[id(module)] = (module, own)
+
+    def refuse(own, what):
+        missing = next((parameter for parameter in own if parameter.numel() and not runtime.is_held(parameter)), None)
+        if missing is not None:
+            name = next(name for unit in runtime.used for name, member in unit.members if member is missing)
+            raise zero_c.Error(f"rank {runtime.rank}: {what}, but parameter '{name}' is sharded and not here; do it inside "
+                               f"`with opt.gathered({'write=True' if 'loaded' in what else ''}):`, on all ranks")
+
+    for module, own in owners.values():
+        runtime.handles += [
+            module.register_state_dict_pre_hook(lambda *_, own=own: refuse(own, "a state_dict is made")),
+            module.register_load_state_dict_pre_hook(lambda *_, own=own: refuse(own, "a state_dict is loaded")),
+        ]
+
+
+def shaped(array, layout, dtype):
+    """A flat NumPy array (bfloat16: its bits) as a tensor with this (shape, strides)."""
+    shape, strides = layout
+    values = torch.from_numpy(array.view(numpy.int16)).view(dtype) if dtype == torch.bfloat16 else torch.from_numpy(array)
+    return values.as_strided(shape, strides) if values.numel() else values.view(shape)
+
+
+def complete(engine):
+    """All parameters were loaded: the engine makes the rest of its memory, out of what they have left."""
     gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    engine.publish()
     settle_allocator(engine.plan()["ring_bytes"])
 
 
 def settle_allocator(ring_bytes):
-    """With glibc: gives back the pages of the replaced parameters, and keeps those of gradients that come and go.
+    """With glibc: keeps the memory of gradients that come and go.
 
     What is freed at the top of the heap goes back to the system, and the next gradient faults it in again, unless
     glibc has seen a large block come and go: it keeps up to twice the largest one (of at most 32 MiB). So one block, as
@@ -48,7 +124,6 @@ def settle_allocator(ring_bytes):
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim"):
         return
-    libc.malloc_trim(0)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
     libc.free(libc.malloc(min(ring_bytes + (8 << 20), (32 << 20) - (64 << 10))))
@@ -89,17 +164,18 @@ class Guards:
         return self._made[key]
 
 
-def new_hooks(engine, managed):
+def new_hooks(engine, managed, windowed=False):
     """The table of parameters in the core; `managed`: the growing list of (name, parameter, its layout_of)."""
     return _core.Hooks(engine, torch.autograd.Variable._execution_engine.queue_callback,
-                       torch._C._current_autograd_node, describe, functools.partial(relayout, managed),
+                       torch._C._current_autograd_node, describe, functools.partial(relayout, managed, windowed),
                        getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
 
 
-def attach(hooks, guards, tensor, place):
+def attach(hooks, guards, tensor, place, windowed=False):
     """The next parameter of the table: from now on its gradients go to the engine."""
     owner, key = place or (None, None)
-    before, after = hooks.add(tensor, guards.of(tensor), owner, key, tensor.dtype in (torch.bfloat16, torch.float16))
+    has_master = tensor.dtype in (torch.bfloat16, torch.float16) and not windowed  # stage 3 sees its writes anyway
+    before, after = hooks.add(tensor, guards.of(tensor), owner, key, has_master, windowed)
     tensor.register_hook(before)
     tensor.register_post_accumulate_grad_hook(after)
 
@@ -111,10 +187,10 @@ def describe(tensor):
     return (tensor.data_ptr(), *CODES[tensor.dtype], tuple(tensor.shape), tuple(tensor.stride()))
 
 
-def relayout(managed, index, grad):
+def relayout(managed, windowed, index, grad):
     """A gradient that does not lie as its parameter does, copied so that it does."""
     name, parameter, put = managed[index]
-    if layout_of(parameter) != put:
+    if not windowed and layout_of(parameter) != put:
         raise zero_c.Error(moved(name, parameter))
     if grad.layout != torch.strided:
         raise TypeError(f"parameter '{name}' got a gradient with layout {grad.layout}; only dense ones can be "
@@ -122,7 +198,7 @@ def relayout(managed, index, grad):
     if grad.shape != parameter.shape or grad.dtype != parameter.dtype or grad.device != parameter.device:
         raise TypeError(f"parameter '{name}' ({tuple(parameter.shape)}, {parameter.dtype}, {parameter.device}) got a "
                         f"gradient that is {tuple(grad.shape)}, {grad.dtype}, on {grad.device}; they must be alike")
-    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype).copy_(grad.detach())
+    return torch.empty_strided(parameter.shape, put[3], dtype=grad.dtype).copy_(grad.detach())
 
 
 def layout_of(tensor):

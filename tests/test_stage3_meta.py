@@ -1,0 +1,66 @@
+"""Stage 3: models that are built on the meta device, and weights that come from files."""
+
+import re
+
+import pytest
+import rank_stage3_meta
+from ranks import RankGroup
+
+
+@pytest.fixture(scope="module")
+def groups():
+    started = {}
+    yield lambda n: started.setdefault(n, RankGroup(n))
+    for group in started.values():
+        group.close()
+
+
+@pytest.mark.parametrize("units", ["blocks", "nested", "none"])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_seed_gives_the_model_of_the_cpu(groups, n, units):
+    groups(n).run(rank_stage3_meta.seeded, "float32", units, deadline=60)
+
+
+def test_16_bit(groups):
+    groups(2).run(rank_stage3_meta.seeded, "bfloat16", "blocks", deadline=60)
+
+
+def test_rank_0s_values_count(groups):
+    groups(2).run(rank_stage3_meta.only_rank_0_counts, deadline=60)
+
+
+def test_groups_of_meta_parameters(groups):
+    groups(2).run(rank_stage3_meta.groups_of_meta_parameters, deadline=60)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_weights_from_files(groups, tmp_path, device, parts):
+    groups(2).run(rank_stage3_meta.from_files, str(tmp_path), device, parts, deadline=60)
+
+
+def test_what_files_lack_is_initialised(groups, tmp_path):
+    groups(2).run(rank_stage3_meta.files_and_initialisation, str(tmp_path), deadline=60)
+
+
+def test_own_function(groups):
+    groups(2).run(rank_stage3_meta.own_function, deadline=60)
+
+
+@pytest.mark.parametrize("what, patterns", {
+    "no way": ["'weight'", "Own", "init=", "weights="],
+    "left out": ["layer.weight", "init="],
+    "buffer": ["table", "init="],
+    "no file": ["no file.safetensors|Mismatch|No such file"],
+    "shape": [r"layer.weight", r"\(3, 4\)", r"\(3, 3\)"],
+    "stage 2": ["meta", "cpu"],
+    "raises": ["from the caller's function"],
+}.items(), ids=str)
+def test_refusals(groups, tmp_path, what, patterns):
+    for message in groups(2).run(rank_stage3_meta.refused, str(tmp_path), what, deadline=60):
+        assert all(re.search(pattern, message) for pattern in patterns), message
+
+
+def test_one_unit_at_a_time_has_memory(groups):
+    for most, unit in groups(2).run(rank_stage3_meta.peak, 6, 64, deadline=60):
+        assert unit <= most <= unit + 6 * 2 * 64  # the guards of all parameters are one element each

@@ -11,7 +11,7 @@ SOURCES := setup.py pyproject.toml $(wildcard csrc/*.c csrc/*.h)
 
 help:
 	@echo "make venv    environment in $(VENV): pinned requirements, zero_c built in this folder"
-	@echo "make demo    train a small language model on two ranks, at stages 0, 1, 2 and with DDP"
+	@echo "make demo    train a small language model on two ranks, at stages 0 to 3 and with DDP"
 	@echo "make test    every test (what CI runs)"
 	@echo "make long    the tests that take minutes each"
 	@echo "make asan    C tests, and the extension under Python, with address and undefined behaviour checks"

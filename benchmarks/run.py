@@ -21,11 +21,11 @@ from importlib import metadata
 
 import native
 import report
-from peers import DEFAULT, PEERS
+from peers import DEFAULT, PEERS, TOO_SLOW
 
 HERE = pathlib.Path(__file__).resolve().parent
 WORKLOADS = ["flat64m", "many_small", "gpt"]
-BF16_PEERS = ["zero_c_0", "zero_c_1", "zero_c_2", "zero_c_2_shared"]
+BF16_PEERS = ["zero_c_0", "zero_c_1", "zero_c_2", "zero_c_3", "zero_c_2_shared"]
 MALLOC = {
     "default": {},
     "keep": {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 36)},
@@ -112,8 +112,8 @@ def measure(ranks, cores, timeout, environment, **job):
 
 def training(args, cores, data, save):
     """Rounds of all peers of a workload in turn, so that what the machine does meets all of them."""
-    plan = [(w, [p for p in args.peers if p in BF16_PEERS] if w.endswith("bf16") else args.peers, args.rounds)
-            for w in args.workloads]
+    plan = [(w, [p for p in args.peers if (p in BF16_PEERS if w.endswith("bf16") else p not in TOO_SLOW.get(w, ()))],
+             args.rounds) for w in args.workloads]
     if args.bf16:
         plan.append(("flat64m_bf16", [p for p in BF16_PEERS if p in args.peers], 1))
     for workload, peers, rounds in plan:

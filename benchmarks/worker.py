@@ -38,16 +38,14 @@ def trim():
     ctypes.CDLL(None).malloc_trim(0)
 
 
-class Peak:
-    """The highest Pss seen at the marks of a step, less the base taken before the model was made."""
+class Samples:
+    """Pss at the marks of a step, less the base taken before the model was made; the same marks on every rank."""
 
     def __init__(self, base):
-        self.base, self.high, self.where = base, [0, 0], [None, None]
+        self.base, self.taken = base, []
 
     def sample(self, where):
-        for i, (now, base) in enumerate(zip(pss(), self.base)):
-            if now - base > self.high[i]:
-                self.high[i], self.where[i] = now - base, where
+        self.taken.append([where, *(now - base for now, base in zip(pss(), self.base))])
 
     def hook(self, params, turn):
         """Samples after some of the parameters' gradients are finished, others in each turn; returns the hooks."""
@@ -70,7 +68,7 @@ def train():
         mark("start")
         loss = module(*batch)
         mark("forward")
-        loss.backward()
+        getattr(opt, "backward", torch.Tensor.backward)(loss)
         mark("backward")
         opt.step()
         mark("step")
@@ -90,8 +88,9 @@ def train():
     model = workload.full()
     elements, tensors = sum(p.numel() for p in model.parameters()), sum(1 for _ in model.parameters())
     module, opt = build(model)
-    peak = Peak(base)
-    peak.sample("construction")
+    dist.barrier()
+    samples = Samples(base)
+    samples.sample("construction")
     marks, losses, walls, phases, cpu, faults = {}, [], [], [], [], []
 
     def mark(name):
@@ -117,10 +116,10 @@ def train():
     if JOB["memory"]:       # untimed: reading Pss walks the page tables
         params = [p for p in model.parameters() if p.requires_grad]
         for turn in range(MEMORY_STEPS):
-            hooks = peak.hook(params, turn)
+            hooks = samples.hook(params, turn)
             batch = workload.batch(JOB["warm_up"] + JOB["steps"] + turn, RANK)
             dist.barrier()
-            losses.append(step(module, opt, batch, peak.sample))
+            losses.append(step(module, opt, batch, samples.sample))
             for hook in hooks:
                 hook.remove()
         trim()
@@ -130,7 +129,7 @@ def train():
     return dict(elements=elements, tensors=tensors, walls=walls, phases=phases, cpu=cpu, faults=faults,
                 losses=[x.hex() for x in losses], machine=whole,
                 counted=opt.memory() if hasattr(opt, "memory") else None,
-                memory=dict(peak=peak.high, where=peak.where, live=[a - b for a, b in zip(after, base)])
+                memory=dict(samples=samples.taken, live=[a - b for a, b in zip(after, base)])
                 if JOB["memory"] else None)
 
 

@@ -26,12 +26,11 @@ class ConstantGradient(torch.autograd.Function):
 class FlatBlock(nn.Module):
     def __init__(self, tensors, elements):
         super().__init__()
-        self.listed = [nn.Parameter(torch.empty(elements).normal_(0, 0.02)) for _ in range(tensors)]
-        for i, weight in enumerate(self.listed):
-            self.register_parameter(f"weight{i}", weight)
+        for i in range(tensors):
+            self.register_parameter(f"weight{i}", nn.Parameter(torch.empty(elements).normal_(0, 0.02)))
 
     def forward(self, x, value):
-        return ConstantGradient.apply(x, value, *self.listed)
+        return ConstantGradient.apply(x, value, *self._parameters.values())
 
 
 class Flat(nn.Module):

@@ -1,9 +1,9 @@
 /*
- * One round's data path: gradients are copied into the windows of their
- * buckets, complete buckets are handed to the communicator, and room is
- * reclaimed as reductions finish.
+ * One round's data path: complete buckets are handed to the communicator, and
+ * room is reclaimed as reductions finish.  How gradients get into the buckets is
+ * in bucket_take.c.
  *
- * Windows.  At stages 0 and 2 bucket b uses slot b mod slots of a ring; it may
+ * Windows.  At stages 0, 2 and 3 bucket b uses slot b mod slots of a ring; it may
  * do so once every bucket up to b - slots is done ("low" is the first that is
  * not).  At stage 1 every bucket has its own window.
  *
@@ -19,7 +19,7 @@
  * A round that waited in vain waits no more, and makes the next ones wait less.
  *
  * Where a rank's own contribution is.  Peers never read this rank's own slice of
- * a bucket, so it need not be in the window.  At stage 2, if one gradient covers
+ * a bucket, so it need not be in the window.  From stage 2 on, if one gradient covers
  * it and its owner can wait, the reduction reads it where autograd left it
  * ("lent"), and the gradient is held until that is done.  Otherwise, in the first
  * round after a step, when nothing has to be added, it is copied straight to
@@ -33,7 +33,7 @@
  * waits for what was posted, so what every rank needs for the k-th operation
  * must be enqueued before any rank waits for it.
  */
-#include "engine.h"
+#include "bucket.h"
 
 static int raw_sums(const zc_engine *engine, const engine_space *space)
 {
@@ -145,7 +145,7 @@ static zc_status take_turn(zc_engine *engine, engine_space *space, size_t b, int
 }
 
 /* Posts what is complete and may go now; bucket b of the space is the news. */
-static zc_status post_ready(zc_engine *engine, engine_space *space, size_t b)
+zc_status bucket_post_ready(zc_engine *engine, engine_space *space, size_t b)
 {
     int moved = 1;
     if (engine->comm->ops->ordered) {
@@ -163,36 +163,6 @@ static zc_status post_ready(zc_engine *engine, engine_space *space, size_t b)
     return ZC_OK;
 }
 
-static int delivered(const engine_space *space, const engine_param *param)
-{
-    return param->next_bucket > partition_bucket_of(&space->plan, param->extent - 1);
-}
-
-/* A held gradient is not needed any more. */
-static zc_status let_go(zc_engine *engine, engine_space *space, engine_param *param)
-{
-    size_t bytes = param->elems * space->elem_bytes;
-    if (param->own_copy) {
-        engine->device->ops->free(engine->device, param->owner, bytes);
-    } else {
-        if (engine->released_count == engine->released_room) {
-            size_t room = engine->released_room ? 2 * engine->released_room : 64;
-            void **more = zc_realloc(engine->released, room * sizeof *more);
-            if (!more)
-                return zc_fail(ZC_ENOMEM, "no memory to hand back %zu gradients", room);
-            engine->released = more;
-            engine->released_room = room;
-        }
-        engine->released[engine->released_count++] = param->owner;
-    }
-    engine->held_bytes -= bytes;
-    param->owner = NULL;
-    param->own_copy = 0;
-    param->grad = NULL;
-    space->held--;
-    return ZC_OK;
-}
-
 /* The reduction of bucket b is over. */
 static zc_status settle(zc_engine *engine, engine_space *space, size_t b)
 {
@@ -206,10 +176,10 @@ static zc_status settle(zc_engine *engine, engine_space *space, size_t b)
         return ZC_OK;
     engine_param *param = &engine->params[space->buckets[b].lender];
     space->buckets[b].lent = NULL;
-    return --param->lent == 0 && delivered(space, param) && param->owner ? let_go(engine, space, param) : ZC_OK;
+    return --param->lent == 0 && bucket_delivered(space, param) && param->owner ? bucket_let_go(engine, space, param) : ZC_OK;
 }
 
-static zc_status advance_low(zc_engine *engine, engine_space *space)
+zc_status bucket_advance_low(zc_engine *engine, engine_space *space)
 {
     while (space->low < space->plan.buckets) {
         engine_bucket *bucket = &space->buckets[space->low];
@@ -224,11 +194,6 @@ static zc_status advance_low(zc_engine *engine, engine_space *space)
         space->low++;
     }
     return ZC_OK;
-}
-
-static int has_room(const zc_engine *engine, const engine_space *space, size_t b)
-{
-    return engine->config.stage == 1 || b < space->low + space->slots;
 }
 
 /* ---- copying -------------------------------------------------------------- */
@@ -268,7 +233,7 @@ static zc_status fill(zc_engine *engine, engine_space *space, size_t b, size_t b
 }
 
 /* A parameter's part of bucket b: its gradient (zeros if NULL), and zeros for what pads it. */
-static zc_status fill_part(zc_engine *engine, engine_space *space, size_t b, const engine_param *param,
+zc_status bucket_fill_part(zc_engine *engine, engine_space *space, size_t b, const engine_param *param,
                            const char *grad)
 {
     partition_range bucket = partition_bucket(&space->plan, b);
@@ -283,198 +248,6 @@ static zc_status fill_part(zc_engine *engine, engine_space *space, size_t b, con
     return fill(engine, space, b, values, end, NULL);
 }
 
-static zc_status part_arrived(zc_engine *engine, engine_space *space, size_t b)
-{
-    engine_bucket *bucket = &space->buckets[b];
-    if (--bucket->missing > 0)
-        return ZC_OK;
-    bucket->state = BUCKET_READY;
-    return post_ready(engine, space, b);
-}
-
-/* A little patience for room, so that a rank that runs ahead does not pile gradients up. */
-static zc_status wait_for_room(zc_engine *engine, engine_space *space, size_t b)
-{
-    while (!has_room(engine, space, b) && !engine->waited_out) {
-        int done = 0;
-        for (size_t k = space->low; k + space->slots <= b; k++)
-            if (space->buckets[k].state < BUCKET_POSTED)
-                return ZC_OK; /* gradients come in another order: room depends on this rank itself */
-        ZC_TRY(comm_wait_some(space->channel, space->buckets[space->low].ticket, engine->stream,
-                              engine->patience_ns, &done));
-        if (!done)
-            engine->waited_out = 1;
-        ZC_TRY(advance_low(engine, space));
-    }
-    return ZC_OK;
-}
-
-/* The gradient stays where it is for the reduction of this rank's slice of bucket b, if it covers it. */
-static void lend(zc_engine *engine, engine_space *space, size_t b, engine_param *param)
-{
-    partition_range own = partition_slice(&space->plan, b, engine->rank);
-    if (engine->config.stage < 2)
-        return; /* stages 0 and 1: a gradient that waits would only be memory on top */
-    if (own.begin < param->offset || own.end > param->offset + param->elems)
-        return;
-    space->buckets[b].lent = (const char *)param->grad + (own.begin - param->offset) * space->elem_bytes;
-    space->buckets[b].lender = (size_t)(param - engine->params);
-    param->lent++;
-}
-
-/*
- * Copies what fits of a parameter's gradient; posts buckets that became
- * complete.  may_lend: the gradient's memory stays as long as the engine wants.
- */
-static zc_status deliver(zc_engine *engine, engine_param *param, int may_wait, int may_lend)
-{
-    engine_space *space = &engine->spaces[param->space];
-    size_t last = partition_bucket_of(&space->plan, param->extent - 1);
-    while (param->next_bucket <= last) {
-        size_t b = param->next_bucket;
-        if (!has_room(engine, space, b))
-            ZC_TRY(advance_low(engine, space));
-        if (!has_room(engine, space, b) && may_wait)
-            ZC_TRY(wait_for_room(engine, space, b));
-        if (!has_room(engine, space, b))
-            break;
-        if (may_lend)
-            lend(engine, space, b, param);
-        ZC_TRY(fill_part(engine, space, b, param, param->grad));
-        space->buckets[b].has_data = 1;
-        param->next_bucket++;
-        ZC_TRY(part_arrived(engine, space, b));
-    }
-    return ZC_OK;
-}
-
-/* Uses the room that there is now. */
-static zc_status deliver_waiting(zc_engine *engine, engine_space *space)
-{
-    for (size_t k = 0; space->waiting && k < space->order_count; k++) {
-        engine_param *param = &engine->params[space->order[k]];
-        if (!param->owner || delivered(space, param))
-            continue;
-        ZC_TRY(deliver(engine, param, 1, 1));
-        if (!delivered(space, param))
-            continue;
-        space->waiting--;
-        if (!param->lent && param->owner)
-            ZC_TRY(let_go(engine, space, param));
-    }
-    return ZC_OK;
-}
-
-zc_status bucket_progress(zc_engine *engine, engine_space *space)
-{
-    if (!space->in_flight)
-        return ZC_OK;
-    ZC_TRY(comm_progress(engine->comm)); /* what peers wait for may lie beyond `low` */
-    ZC_TRY(advance_low(engine, space));
-    if (space->scratch)
-        ZC_TRY(post_ready(engine, space, space->next_post));
-    while (space->waiting && space->looked_at != space->low) {
-        space->looked_at = space->low;
-        ZC_TRY(deliver_waiting(engine, space));
-    }
-    return ZC_OK;
-}
-
-/* ---- gradients come in ------------------------------------------------------ */
-
-/* owner NULL: the memory is only there during the call. */
-static zc_status accept(zc_engine *engine, size_t index, const void *grad, void *owner, int *outcome)
-{
-    if (index >= engine->param_count)
-        return zc_fail(ZC_EINVAL, "gradient for parameter %zu, but there are %zu", index, engine->param_count);
-    ZC_TRY(engine_check_loaded(engine));
-    ZC_TRY(round_settle(engine));
-    engine_param *param = &engine->params[index];
-    engine_space *space = &engine->spaces[param->space];
-    if (param->frozen)
-        return zc_fail(ZC_EINVAL, "rank %zu: a gradient for %s, which is frozen", engine->rank,
-                       engine_param_name(engine, index));
-    if (!engine->round_open)
-        ZC_TRY(round_begin(engine));
-    if (param->arrived)
-        return zc_fail(ZC_ESTATE, "rank %zu: %s already has a gradient in this backward; end the backward before its "
-                       "next one", engine->rank, engine_param_name(engine, index));
-    param->arrived = 1;
-    *outcome = ZC_GRAD_TAKEN;
-    if (param->elems == 0)
-        return ZC_OK;
-    param->grad = grad;
-    param->next_bucket = partition_bucket_of(&space->plan, param->offset);
-    ZC_TRY(deliver(engine, param, 1, owner != NULL));
-    if (delivered(space, param) && !param->lent) {
-        param->grad = NULL;
-    } else {
-        param->owner = owner ? owner : engine;
-        engine->held_bytes += param->elems * space->elem_bytes;
-        space->held++;
-        if (!delivered(space, param)) {
-            space->waiting++;
-            space->looked_at = SIZE_MAX; /* room may have come while it was delivered */
-        }
-        *outcome = ZC_GRAD_HELD;
-    }
-    return ZC_OK;
-}
-
-zc_status zc_engine_offer_grad(zc_engine *engine, size_t index, const void *grad, void *owner, int *outcome)
-{
-    ZC_TRY(accept(engine, index, grad, owner, outcome));
-    return bucket_progress(engine, &engine->spaces[engine->params[index].space]);
-}
-
-/* The caller takes its memory back: keep a copy until there is room. */
-static zc_status keep_copy(zc_engine *engine, engine_param *param)
-{
-    engine_space *space = &engine->spaces[param->space];
-    size_t bytes = param->elems * space->elem_bytes;
-    void *copy = NULL;
-    zc_status status = engine->device->ops->alloc(engine->device, bytes, &copy);
-    if (status == ZC_OK)
-        status = engine->device->ops->copy(engine->device, engine->stream, copy, param->grad, bytes);
-    if (status == ZC_OK) {
-        param->grad = param->owner = copy;
-        param->own_copy = 1;
-        return ZC_OK;
-    }
-    if (copy)
-        engine->device->ops->free(engine->device, copy, bytes);
-    param->owner = NULL;
-    param->grad = NULL;
-    space->held--;
-    space->waiting--;
-    engine->held_bytes -= bytes;
-    zc_engine_abort_round(engine); /* half a gradient is in the sums: they cannot be used */
-    return status;
-}
-
-zc_status zc_engine_add_grad(zc_engine *engine, size_t index, const void *grad)
-{
-    int outcome = ZC_GRAD_TAKEN;
-    ZC_TRY(accept(engine, index, grad, NULL, &outcome));
-    if (outcome == ZC_GRAD_HELD)
-        ZC_TRY(keep_copy(engine, &engine->params[index]));
-    return bucket_progress(engine, &engine->spaces[engine->params[index].space]);
-}
-
-void *zc_engine_take_released(zc_engine *engine)
-{
-    return engine->released_count ? engine->released[--engine->released_count] : NULL;
-}
-
-void zc_engine_drop_held(zc_engine *engine)
-{
-    for (size_t i = 0; i < engine->param_count; i++) {
-        engine_param *param = &engine->params[i];
-        if (param->owner && let_go(engine, &engine->spaces[param->space], param) != ZC_OK)
-            return;
-    }
-}
-
 /* ---- the end of a round ------------------------------------------------------- */
 
 static zc_status wait_low(zc_engine *engine, engine_space *space)
@@ -485,7 +258,7 @@ static zc_status wait_low(zc_engine *engine, engine_space *space)
         ZC_TRY(settle(engine, space, space->low));
     }
     space->low++;
-    return space->scratch ? post_ready(engine, space, space->next_post) : ZC_OK;
+    return space->scratch ? bucket_post_ready(engine, space, space->next_post) : ZC_OK;
 }
 
 /* Everything that bucket b still lacks: held gradients, late ones, zeros. */
@@ -508,7 +281,7 @@ static zc_status complete(zc_engine *engine, engine_space *space, size_t b, cons
                 continue;
             }
             if (has_data)
-                ZC_TRY(fill_part(engine, space, b, param, grad));
+                ZC_TRY(bucket_fill_part(engine, space, b, param, grad));
             if (grad && !late)
                 param->next_bucket = b + 1;
         }
@@ -516,7 +289,7 @@ static zc_status complete(zc_engine *engine, engine_space *space, size_t b, cons
     bucket->has_data = has_data;
     bucket->missing = 0;
     bucket->state = BUCKET_READY;
-    return post_ready(engine, space, b);
+    return bucket_post_ready(engine, space, b);
 }
 
 zc_status bucket_flush(zc_engine *engine, unsigned char *const *masks, const void *const *late)
@@ -524,11 +297,11 @@ zc_status bucket_flush(zc_engine *engine, unsigned char *const *masks, const voi
     for (size_t t = 0; t < engine->turns; t++) {
         engine_turn turn = engine->sequence[t];
         engine_space *space = &engine->spaces[turn.space];
-        while (!has_room(engine, space, turn.bucket))
+        while (!bucket_has_room(engine, space, turn.bucket))
             ZC_TRY(wait_low(engine, space));
         if (masks && !masks[turn.space][turn.bucket]) {
             space->buckets[turn.bucket].state = BUCKET_DONE;
-            ZC_TRY(post_ready(engine, space, turn.bucket));
+            ZC_TRY(bucket_post_ready(engine, space, turn.bucket));
         } else if (space->buckets[turn.bucket].state == BUCKET_OPEN) {
             ZC_TRY(complete(engine, space, turn.bucket, late));
         }
@@ -542,7 +315,7 @@ zc_status bucket_flush(zc_engine *engine, unsigned char *const *masks, const voi
         engine_space *space = &engine->spaces[s];
         for (size_t k = 0; space->held && k < space->order_count; k++)
             if (engine->params[space->order[k]].owner)
-                ZC_TRY(let_go(engine, space, &engine->params[space->order[k]]));
+                ZC_TRY(bucket_let_go(engine, space, &engine->params[space->order[k]]));
         space->waiting = 0;
     }
     return ZC_OK;

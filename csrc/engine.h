@@ -256,7 +256,7 @@ char *engine_copy_text(const char *text);
 /* "parameter 3 (encoder.weight)", in a buffer of the thread. */
 const char *engine_param_name(const zc_engine *engine, size_t index);
 
-/* ---- bucket.c: one round's data path ---------------------------------- */
+/* ---- bucket.c, bucket_take.c: one round's data path ---------------------------------- */
 
 void bucket_begin_round(zc_engine *engine);
 

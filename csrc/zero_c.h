@@ -145,8 +145,9 @@ zc_status zc_engine_load_param(zc_engine *engine, size_t index, const void *valu
 /* Collective: every rank's parameters become rank 0's; ends the loading of new parameters. */
 zc_status zc_engine_publish(zc_engine *engine);
 
-/* The address at which parameter `index` lives, for ever (at stage 3: whenever its unit is acquired): elems elements in storage order, 64-element aligned
- * offset. Written by step(). Valid until destroy. NULL for an empty parameter or a wrong index. */
+/* The address at which parameter `index` lives, for ever (at stage 3: whenever its unit is acquired): elems elements in
+ * storage order, at least 128-byte aligned. Written by step(). Valid until destroy. NULL for an empty parameter or a
+ * wrong index. */
 void *zc_engine_param(const zc_engine *engine, size_t index);
 size_t zc_engine_param_count(const zc_engine *engine);
 
@@ -175,7 +176,7 @@ uint64_t zc_engine_unit_generation(const zc_engine *engine, size_t unit);
 void *zc_engine_unit_range(const zc_engine *engine, size_t unit, size_t *bytes);
 /* Collective, any stage: the parameter's value, elems elements in storage order, to host memory. */
 zc_status zc_engine_fetch(zc_engine *engine, size_t index, void *to);
-/* Collective, stage 3: the parameter becomes rank 0's `values` on every rank (others may pass NULL); its master follows.
+/* Collective, stage 3: the parameter becomes rank 0's `values` on every rank (others may pass NULL), and so its master.
  * ZC_ESTATE while units are acquired. */
 zc_status zc_engine_store(zc_engine *engine, size_t index, const void *values);
 

@@ -882,6 +882,13 @@ def use(run):
 
 
 @misuse
+def step_inside_gathered(run):
+    run.loss().backward()
+    with run.opt.gathered(run.model.blocks[1].up.weight):
+        run.opt.step()
+
+
+@misuse
 def replaced_unit(run):
     run.model.blocks[1] = Block()
     use(run)

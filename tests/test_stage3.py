@@ -190,6 +190,7 @@ TOLD = {
     "create_graph": [UNIT, "create_graph|higher.order"],
     "backward_with_create_graph": [UNIT, "create_graph|higher.order"],
     "step_between_forward_and_backward": [UNIT, r"step\(\)|changed", "backward"],
+    "step_inside_gathered": [r"step\(\)", r"gathered\(\)", "outside"],
     "write_between_forward_and_backward": [UNIT, "gathered|changed|written", "backward"],
     "replaced_unit": [r"blocks\.1", "replaced|another|not the", "new ShardedOptimizer|before"],
     "replaced_layer": [r"blocks\.1\.up", "replaced|another|not the", "new ShardedOptimizer|before"],

@@ -5,8 +5,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_c
-from cases.rows import raised, row
-from models import OneProcess, Tied, batch, close, close_models, feed, fill, mlp, same_bits
+from cases.rows import SHARDED_STATE, STAGES, raised, row
+from models import OneProcess, Tied, batch, close, fill, mlp, same_bits
 
 
 def sgd(lr=0.1):
@@ -40,7 +40,7 @@ def shared_layer_under_reentrant_checkpoint(here):
         close(opt.grad(parameter), reference.grad(index), "gradient")
     opt.step()
     reference.step()
-    close_models(model, reference.model)
+    here.close_models(model, reference.model)
 
 
 @row(3, stages=(None,))
@@ -49,7 +49,7 @@ def tied_layers_agree_between_stages(here):
         return lambda model, rank: (model(batch(rank, step, (3, 2))) - 1).square().mean()
 
     trained = []
-    for stage in (0, 1, 2):
+    for stage in STAGES:
         here.stage = stage
         model = Tied()
         reference = OneProcess(model, adamw(), here.ranks)
@@ -67,7 +67,7 @@ def tied_layers_agree_between_stages(here):
             reference.step()
         assert model.last.weight is model.first.weight
         assert len(opt.full_state_dict()["state"]) == 4  # weight and bias of two layers: one state for the pair
-        trained.append((losses, [p.detach().clone() for p in model.parameters()]))
+        trained.append((losses, [here.value(p).clone() for p in model.parameters()]))
     for losses, parameters in trained[1:]:
         assert losses == trained[0][0]
         for ours, first in zip(parameters, trained[0][1], strict=True):
@@ -84,7 +84,7 @@ def a_layer_no_rank_uses_stays(here):
         opt.step()
         opt.zero_grad()
     for parameter, old in zip(model["unused"].parameters(), before, strict=True):
-        same_bits(parameter, old, "unused parameter")
+        same_bits(here.value(parameter), old, "unused parameter")
     full = opt.full_state_dict()["state"]
     assert [float(full[index]["step"]) for index in (0, 1)] == [3, 3]
     for index in (2, 3):
@@ -100,11 +100,11 @@ def a_shard_without_gradient_keeps_step_collective(here):
     first, second = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64))
     opt = here.optimizer([first, second], optimizer="sgd", lr=1.0)
     for _ in range(2):
-        feed([first], [1.0]).backward()
+        here.feed([first], [1.0]).backward()
         opt.step()
     assert opt.last_step.steps == 2
-    close(first, torch.full((64,), -2.0))
-    close(second, torch.zeros(64))
+    close(here.value(first), torch.full((64,), -2.0))
+    close(here.value(second), torch.zeros(64))
 
 
 @row(12)
@@ -123,11 +123,11 @@ def frozen_weight_beside_trainable_bias(here):
         opt.zero_grad()
         reference.backward(loss_of(step))
         reference.step()
-    same_bits(model.weight, weight, "frozen weight")
-    close_models(model, reference.model)
+    same_bits(here.value(model.weight), weight, "frozen weight")
+    here.close_models(model, reference.model)
 
 
-@row(14)
+@row(14, stages=SHARDED_STATE)
 def unfrozen_later_starts_to_move(here):
     def loss_of(step):
         return lambda model, rank: model(batch(rank, step, (3, 3))).square().sum()
@@ -148,7 +148,7 @@ def unfrozen_later_starts_to_move(here):
         opt.zero_grad()
         reference.backward(loss_of(step))
         reference.step()
-        close_models(model, reference.model)
+        here.close_models(model, reference.model)
         if step == 2:
             assert float(opt.full_state_dict()["state"][0]["step"]) == 1
     assert [float(opt.full_state_dict()["state"][index]["step"]) for index in range(4)] == [2, 2, 4, 4]
@@ -156,11 +156,11 @@ def unfrozen_later_starts_to_move(here):
 
 @row(16)
 def second_backward_over_one_graph(here):
-    for zero_between, times in ((False, 3.0), (True, 2.0)):
-        model = fill(nn.Linear(3, 2))
+    for zero_between, times, make in ((False, 3.0, mlp), (True, 2.0, mlp), (False, 3.0, lambda: fill(nn.Linear(3, 2)))):
+        model = make()
         x = batch(here.rank, 0, (4, 3))
-        opt = here.optimizer(model, optimizer="sgd", lr=1.0)
         once = OneProcess(model, sgd(), here.ranks)
+        opt = here.optimizer(model, optimizer="sgd", lr=1.0)
         once.backward(lambda m, rank: m(batch(rank, 0, (4, 3))).sum())
         y = model(x)
         y.sum().backward(retain_graph=True)
@@ -172,7 +172,7 @@ def second_backward_over_one_graph(here):
         opt.step()
 
 
-@row(17)
+@row(17, stages=SHARDED_STATE)
 def gradient_penalty_is_averaged_once(here):
     def loss_of(model, rank):
         x = batch(rank, 0, (4, 3)).requires_grad_()
@@ -191,9 +191,9 @@ def gradient_penalty_is_averaged_once(here):
 
 @row(18)
 def gradients_have_an_accessor_and_a_guard(here):
-    model = fill(nn.Linear(3, 2))
+    model = fill(nn.ParameterList([torch.empty(2, 3), torch.empty(2)]))
     opt = here.optimizer(model, optimizer="sgd", lr=0.1)
-    feed(list(model.parameters()), [here.rank + 1.0, 10.0]).backward()
+    here.feed(list(model.parameters()), [here.rank + 1.0, 10.0]).backward()
     mean = sum(range(1, here.ranks + 1)) / here.ranks
     for parameter, value in zip(model.parameters(), (mean, 10.0), strict=True):
         # what is left in .grad must not pass for a gradient
@@ -213,12 +213,20 @@ def custom_function_returns_no_gradient(here):
         def backward(context, grad):
             return grad * context.saved_tensors[0], None
 
-    x, w = nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((3,), 2.0))
-    opt = here.optimizer([x, w], optimizer="adamw", lr=0.1, weight_decay=0.5)
-    OnlyInput.apply(x, w).sum().backward()
+    class Uses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.x, self.w = nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((3,), 2.0))
+
+        def forward(self):
+            return OnlyInput.apply(self.x, self.w).sum()
+
+    model = Uses()
+    opt = here.optimizer(model, optimizer="adamw", lr=0.1, weight_decay=0.5)
+    model().backward()
     opt.step()
-    same_bits(w.detach(), torch.full((3,), 2.0), "parameter without gradient")
-    close(x, torch.full((3,), 0.95 - 0.1))  # decay, then a first step of size lr
+    same_bits(here.value(model.w), torch.full((3,), 2.0), "parameter without gradient")
+    close(here.value(model.x), torch.full((3,), 0.95 - 0.1))  # decay, then a first step of size lr
 
 
 @row(25)
@@ -256,7 +264,7 @@ def training_goes_on_after_an_exception(here):
         opt.step()
         reference.backward(loss_of)
         reference.step()
-        close_models(model, reference.model)
+        here.close_models(model, reference.model)
 
 
 @row(29)
@@ -265,8 +273,12 @@ def shapes_stay_and_growing_is_refused(here):
     opt = here.optimizer(model, optimizer="sgd", lr=0.1)
     assert tuple(model["emb"].weight.shape) == (5, 4)
     grown = torch.zeros(7, 4)
-    grown[:5] = model["emb"].weight.detach()
+    grown[:5] = here.value(model["emb"].weight)
     model["emb"].weight = nn.Parameter(grown)
-    model["emb"](torch.tensor([6])).sum().backward()
-    error = raised(opt.step, zero_c.Error, ValueError, RuntimeError)
+
+    def use():
+        model["emb"](torch.tensor([6])).sum().backward()
+        opt.step()
+
+    error = raised(use, zero_c.Error, ValueError, RuntimeError)
     assert "emb.weight" in str(error), str(error)

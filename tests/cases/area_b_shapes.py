@@ -5,25 +5,25 @@ from torch import nn
 
 import zero_c
 from cases.rows import raised, row
-from models import OneProcess, batch, close, close_models, feed, fill
+from models import OneProcess, batch, close, fill
 
 
 @row(31, ranks=(2, 4))
 def scalar_parameter(here):
     p = nn.Parameter(torch.tensor(3.0))
     opt = here.optimizer([("p", p)], optimizer="sgd", lr=0.5)
-    feed([p], [1.0]).backward()
+    here.feed([p], [1.0]).backward()
     opt.step()
-    assert p.shape == () and p.item() == 2.5
+    assert p.shape == () and here.value(p).item() == 2.5
     assert opt.full_param(p).shape == () and opt.full_param(p).item() == 2.5
     state = opt.full_state_dict()
-    q = nn.Parameter(p.detach().clone())
+    q = nn.Parameter(here.value(p).clone())
     other = here.optimizer([("p", q)], optimizer="sgd", lr=0.25)
     other.load_state_dict(state)
     assert other.param_groups[0]["lr"] == 0.5
-    feed([q], [1.0]).backward()
+    here.feed([q], [1.0]).backward()
     other.step()
-    assert q.shape == () and q.item() == 2.0
+    assert q.shape == () and here.value(q).item() == 2.0
 
 
 @row(32, ranks=(4,))
@@ -40,7 +40,7 @@ def more_ranks_than_elements(here):
     assert int(owned[0]) == 2 or here.stage == 0
 
     def loss_of(model, rank):
-        return feed(list(model.parameters()), [torch.tensor([rank + 1.0, 3.0])])
+        return here.feed(list(model.parameters()), [torch.tensor([rank + 1.0, 3.0])])
 
     for _ in range(2):
         loss_of(holder, here.rank).backward()
@@ -48,7 +48,7 @@ def more_ranks_than_elements(here):
         opt.step()
         reference.backward(loss_of)
         close(torch.as_tensor(norm), reference.step(max_grad_norm=1.0), "norm")
-        close_models(holder, reference.model)
+        here.close_models(holder, reference.model)
     local, full = opt.state_dict(), opt.full_state_dict()
     for state in (local, full):
         opt.load_state_dict(state)
@@ -57,7 +57,7 @@ def more_ranks_than_elements(here):
     opt.step()
     reference.backward(loss_of)
     reference.step()
-    close_models(holder, reference.model)
+    here.close_models(holder, reference.model)
 
 
 @row(34, ranks=(2, 3, 4))
@@ -68,13 +68,13 @@ def sizes_that_no_rank_count_divides(here):
     opt = here.optimizer(model, optimizer="adamw", lr=0.01, weight_decay=0.1, max_grad_norm=1.0)
     for step in range(3):
         def loss_of(model, rank, step=step):
-            return feed(list(model), [batch(rank, step, shape) for shape in shapes])
+            return here.feed(list(model), [batch(rank, step, shape) for shape in shapes])
 
         loss_of(model, here.rank).backward()
         opt.step()
         reference.backward(loss_of)
         close(torch.as_tensor(opt.last_step.norm), reference.step(max_grad_norm=1.0), "norm")
-        close_models(model, reference.model)
+        here.close_models(model, reference.model)
     state = opt.full_state_dict()["state"]
     for index, shape in enumerate(shapes):
         assert tuple(opt.full_param(model[index]).shape) == shape
@@ -96,9 +96,9 @@ def channels_last_weight(here):
     close(opt.grad(model.weight), reference.grad(0), "gradient", rtol=1e-5, atol=1e-5)
     opt.step()
     reference.step()
-    close_models(model, reference.model, rtol=1e-5, atol=1e-5)
-    assert model.weight.stride() == strides
-    close(opt.full_param(model.weight), model.weight)
+    here.close_models(model, reference.model, rtol=1e-5, atol=1e-5)
+    assert here.value(model.weight).stride() == strides
+    close(opt.full_param(model.weight), here.value(model.weight))
 
 
 @row(37)
@@ -134,4 +134,4 @@ def gradient_with_other_strides(here):
     expected = values + (here.ranks - 1) / 2
     close(opt.grad(p), expected, "gradient")
     opt.step()
-    close(p, -0.5 * expected)
+    close(here.value(p), -0.5 * expected)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from cases.rows import raised, row
-from models import OneProcess, batch, close, close_models, feed, same_bits
+from models import OneProcess, batch, close, same_bits
 
 
 @row(39)
@@ -15,14 +15,14 @@ def two_dtypes_in_one_group(here):
     opt = here.optimizer([{"params": list(model)}], optimizer="adamw", lr=0.01, weight_decay=0.1)
     for step in range(3):
         def loss_of(model, rank, step=step):
-            return feed(list(model), [batch(rank, step, p.shape, p.dtype) for p in model])
+            return here.feed(list(model), [batch(rank, step, p.shape, p.dtype) for p in model])
 
         loss_of(model, here.rank).backward()
         opt.step()
         reference.backward(loss_of)
         reference.step()
     assert [p.dtype for p in model] == [torch.bfloat16, torch.float32, torch.bfloat16]
-    close_models(model, reference.model)
+    here.close_models(model, reference.model)
     for index, master in enumerate(reference.masters):
         close(opt.full_state_dict()["state"][index]["exp_avg"],
               reference.optimizer.state[master]["exp_avg"], "moment")
@@ -33,17 +33,17 @@ def small_steps_are_not_lost_in_bf16(here):
     p = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     opt = here.optimizer([p], optimizer="adam", lr=6e-4)
     for _ in range(100):
-        feed([p], [1.0]).backward()
+        here.feed([p], [1.0]).backward()
         opt.step()
     close(opt.full_state_dict()["state"][0]["master"], torch.tensor([0.94]), "master", atol=1e-5)
-    assert p.item() == 0.94140625
+    assert here.value(p).item() == 0.94140625
 
 
 @row(43)
 def moments_of_bf16_are_fp32(here):
     p = nn.Parameter(torch.ones(70, dtype=torch.bfloat16))
     opt = here.optimizer([p], optimizer="adamw", lr=0.01)
-    feed([p], [1.0]).backward()
+    here.feed([p], [1.0]).backward()
     opt.step()
     for state in (opt.state[p], opt.full_state_dict()["state"][0]):
         for name in ("exp_avg", "exp_avg_sq"):
@@ -56,7 +56,7 @@ def six_hundred_steps_are_counted(here):
     parameters = [nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16)]
     opt = here.optimizer(parameters, optimizer="adamw", lr=1e-5)
     for _ in range(600):
-        feed(parameters, [1.0, 1.0]).backward()
+        here.feed(parameters, [1.0, 1.0]).backward()
         opt.step()
     full = opt.full_state_dict()["state"]
     assert [float(full[index]["step"]) for index in (0, 1)] == [600, 600]
@@ -68,10 +68,10 @@ def bf16_gradients_add_up_in_fp32(here):
     p = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
     opt = here.optimizer([p], optimizer="sgd", lr=1.0)
     for value in [256.0] + 16 * [1.0]:
-        feed([p], [value]).backward()
+        here.feed([p], [value]).backward()
     close(opt.grad(p), torch.full((5,), 272.0), "sum of micro-batches", rtol=0, atol=0)
     opt.step()
-    close(p, torch.full((5,), -272.0), rtol=0, atol=0)
+    close(here.value(p), torch.full((5,), -272.0), rtol=0, atol=0)
 
 
 @row(47)
@@ -85,7 +85,7 @@ def complex_parameters_are_refused(here):
 def loading_keeps_fp32_state_of_bf16(here):
     p = nn.Parameter(torch.ones(70, dtype=torch.bfloat16))
     opt = here.optimizer([p], optimizer="adamw", lr=0.01)
-    feed([p], [1.0]).backward()
+    here.feed([p], [1.0]).backward()
     opt.step()
     full = opt.full_state_dict()
     full["state"][0]["exp_avg"].fill_(0.1234567)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from cases.rows import row
-from models import close, feed
+from models import close
 
 BOTH = (1, 2)
 
@@ -15,10 +15,11 @@ def train(here, start, gradients, **options):
     opt = here.optimizer([p, other], **options)
     values = []
     for gradient in gradients:
-        feed([p, other], [gradient, 1.0]).backward()
+        here.feed([p, other], [gradient, 1.0]).backward()
         opt.step()
-        assert torch.equal(p, p[0].expand(3))
-        values.append(p[0].item())
+        value = here.value(p)
+        assert torch.equal(value, value[0].expand(3))
+        values.append(value[0].item())
     return opt, p, values
 
 
@@ -53,12 +54,12 @@ def one_step_counts_once(here):
                   (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)]
     # buckets of the smallest size: 64 elements for each rank, several for each dtype
     opt = here.optimizer(parameters, optimizer="adam", lr=0.125, bucket_mb=1e-6)
-    feed(parameters, [1.0] * 4).backward()
+    here.feed(parameters, [1.0] * 4).backward()
     opt.step()
     full = opt.full_state_dict()["state"]
     for index, parameter in enumerate(parameters):
         assert float(full[index]["step"]) == 1
-        close(parameter, torch.full((200,), -0.125))
+        close(here.value(parameter), torch.full((200,), -0.125))
     assert opt.last_step.steps == 1
 
 

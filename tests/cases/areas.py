@@ -1,4 +1,4 @@
-"""All areas of cases, in the order of their letters."""
+"""All areas of cases, in the order of their letters; S, stage 3, has rows of several areas."""
 
 from cases import (  # noqa: F401
     area_a_graph,
@@ -9,4 +9,5 @@ from cases import (  # noqa: F401
     area_f_clipping,
     area_g_arithmetic,
     area_j_agreement,
+    area_s_stage3,
 )

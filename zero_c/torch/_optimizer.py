@@ -355,7 +355,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             skip = amp or self._scale.setting is not None
         scale = self._loss_scale()
         if self._windows is not None:
-            self._windows.changed()
+            self._windows.before_step()
         norm, skipped, nonfinite = self._engine.step(
             self._core_groups(), loss_scale=scale, max_norm=self._max_grad_norm or 0.0, want_norm=False,
             skip_nonfinite=bool(skip))

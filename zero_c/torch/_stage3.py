@@ -42,6 +42,7 @@ graph_task = torch._C._current_graph_task_id
 next_node_number = torch._C._autograd._get_sequence_nr
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+saved_tensors_hooks_now = torch._C._autograd._top_saved_tensors_default_hooks
 
 NO_TASK = -1
 LEAVES = (int, float, complex, str, bytes, bool, torch.dtype, torch.device, torch.nn.Module)
@@ -166,7 +167,8 @@ class Runtime:
         self.displaced = []
         self.held = set()  # ids of parameters that have values of their own
         self.layout = {}  # id(parameter) -> (shape, strides) of its values
-        self.used = [unit for unit in units if unit.members]
+        # The root also without parameters: its calls are where an order of units begins.
+        self.used = [unit for unit in units if unit.members or unit.resident]
         self.warned = False
         ranges = sorted((unit.first_address, unit.last_address, unit.index) for unit in self.used if unit.last_address)
         self.range_starts, self.ranges = [first for first, _, _ in ranges], ranges
@@ -287,7 +289,8 @@ class Runtime:
             warnings.warn("autocast keeps a 16-bit copy of every float32 weight until backward, which stage 3 cannot "
                           "discard; a model in bfloat16 (model.to(torch.bfloat16) before building the optimizer) keeps "
                           "float32 masters in the shards and gathers in 16 bits", stacklevel=4)
-        if self.steps == 0:
+        # Under other hooks, a checkpoint's for example, it would take their tensors away.
+        if self.steps == 0 and saved_tensors_hooks_now(False) is None:
             check = FirstCheck(self)
             call.checking = torch.autograd.graph.saved_tensors_hooks(check.pack, check.unpack)
             call.checking.__enter__()
@@ -408,6 +411,12 @@ class Runtime:
             fault = unit.window.check()
             if fault is not None:
                 raise zero_c.Error(self._say_fault(unit, *fault))
+
+    def before_step(self):
+        if self.held:
+            raise zero_c.Error(f"rank {self.rank}: step() inside gathered(), whose copies would be of before the step; call it "
+                               f"outside")
+        self.changed()
 
     def changed(self):
         """The parameters have new values."""

@@ -78,6 +78,6 @@ def small_flat():
 WORKLOADS = {
     "flat64m": Workload(lambda: Flat(8, 8, 1 << 20), small_flat, flat_batch),
     "many_small": Workload(lambda: Flat(40, 100, 1024), small_flat, flat_batch),
-    "gpt": Workload(LanguageModel, lambda: LanguageModel(layers=1, width=64), token_batch),
+    "gpt": Workload(LanguageModel, lambda: LanguageModel(layers=2, width=64), token_batch),
     "flat64m_bf16": Workload(lambda: Flat(8, 8, 1 << 20), small_flat, flat_batch, torch.bfloat16),
 }

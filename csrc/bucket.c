@@ -248,6 +248,27 @@ zc_status bucket_fill_part(zc_engine *engine, engine_space *space, size_t b, con
     return fill(engine, space, b, values, end, NULL);
 }
 
+/* ---- in the middle of a round ------------------------------------------------- */
+
+zc_status zc_engine_drain(zc_engine *engine)
+{
+    for (size_t s = 0; engine->round_open && s < engine->space_count; s++) {
+        engine_space *space = &engine->spaces[s];
+        for (size_t b = space->low; space->in_flight && b < space->plan.buckets && !engine->waited_out; b++) {
+            int done = 0;
+            if (space->buckets[b].state != BUCKET_POSTED)
+                continue;
+            ZC_TRY(comm_wait_some(space->channel, space->buckets[b].ticket, engine->stream, engine->patience_ns, &done));
+            if (done)
+                ZC_TRY(settle(engine, space, b));
+            else
+                engine->waited_out = 1;
+        }
+        ZC_TRY(bucket_advance_low(engine, space));
+    }
+    return ZC_OK;
+}
+
 /* ---- the end of a round ------------------------------------------------------- */
 
 static zc_status wait_low(zc_engine *engine, engine_space *space)

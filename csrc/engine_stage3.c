@@ -474,6 +474,10 @@ zc_status stage3_load(zc_engine *engine, size_t index, const void *values)
     zc_status status = ZC_OK;
     if (!param->elems)
         return ZC_OK;
+    zc_traffic_row *row = &engine->traffic.broadcast;
+    row->calls++;
+    row->payload_elems += param->elems;
+    row->bytes += engine->rank == 0 ? param->elems * space->elem_bytes * (engine->ranks - 1) : 0;
     if (!values && engine->rank == 0)
         return zc_fail(ZC_EINVAL, "rank 0 must give the values of %s", engine_param_name(engine, index));
     if (engine->ranks == 1)

@@ -313,6 +313,8 @@ static PyMethodDef engine_methods[] = {
      "sync(what='sync')\n--\n\nReturns when all ranks have come here."},
     {"acquire", (PyCFunction)py_engine_acquire, METH_VARARGS, acquire_doc},
     {"release", (PyCFunction)py_engine_release, METH_O, "release(unit)\n--\n\nEnds one acquire()."},
+    {"drain", (PyCFunction)py_engine_drain, METH_NOARGS,
+     "drain()\n--\n\nWaits a moment for this rank's reductions, so that the gradients they read are released."},
     {"unit_user", (PyCFunction)py_engine_unit_user, METH_O,
      "unit_user(unit)\n--\n\nThe acquired unit that occupies its memory, perhaps itself; or None."},
     {"unit_generation", (PyCFunction)py_engine_unit_generation, METH_O,

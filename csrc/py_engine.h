@@ -113,6 +113,7 @@ PyObject *py_engine_plan(py_engine *self, PyObject *args);
 PyObject *py_engine_sync(py_engine *self, PyObject *args);
 PyObject *py_engine_acquire(py_engine *self, PyObject *args);
 PyObject *py_engine_release(py_engine *self, PyObject *args);
+PyObject *py_engine_drain(py_engine *self, PyObject *args);
 PyObject *py_engine_unit_user(py_engine *self, PyObject *args);
 PyObject *py_engine_unit_generation(py_engine *self, PyObject *args);
 PyObject *py_engine_unit_range(py_engine *self, PyObject *args);

@@ -40,6 +40,21 @@ PyObject *py_engine_release(py_engine *self, PyObject *number)
     return py_engine_finish(self, ZC_OK);
 }
 
+PyObject *py_engine_drain(py_engine *self, PyObject *unused)
+{
+    zc_status status;
+
+    (void)unused;
+    if (py_engine_lock(self))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_engine_drain(self->engine);
+    Py_END_ALLOW_THREADS
+    PyObject *done = py_engine_finish(self, status);
+    py_engine_drop_released(self);
+    return done;
+}
+
 PyObject *py_engine_unit_user(py_engine *self, PyObject *number)
 {
     size_t unit;

@@ -203,6 +203,8 @@ void *zc_engine_take_released(zc_engine *engine);
 /* Local: gives up all held gradients, so that take_released returns their owners, whose memory must stay until the
  * engine is destroyed: nothing else may follow. */
 void zc_engine_drop_held(zc_engine *engine);
+/* Local: waits a moment for the reductions that this rank has posted, so that what they read is released. */
+zc_status zc_engine_drain(zc_engine *engine);
 /*
  * Collective: ends the round (an empty one, if this rank gave no gradient);
  * afterwards sums are complete on all ranks.  `late` lists second gradients of

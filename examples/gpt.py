@@ -26,7 +26,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes in, logits of the next byte out; the loss when targets are given."""
 
-    def __init__(self, layers=4, width=256, heads=8, context=64, vocabulary=256):
+    def __init__(self, layers=8, width=192, heads=8, context=64, vocabulary=256):
         super().__init__()
         self.context = context
         self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)

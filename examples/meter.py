@@ -1,5 +1,6 @@
 """What a training script can tell about itself: loss, speed, memory as the operating system counts it, and a digest
 of the final bits. Prints for people, or writes JSON lines that demo.py reads."""
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -49,14 +50,16 @@ class Meter:
         elif self.rank == 0 and self.steps % 10 == 0:
             print(f"step {self.steps}  loss {loss:.3f}  {seconds / self.steps:.3f} s a step", flush=True)
 
-    def finish(self, model, memory=None, traffic=None):
-        """After the last step; memory and traffic as the optimizer counts them since its construction."""
+    def finish(self, model, whole=contextlib.nullcontext, **figures):
+        """After the last step. Inside whole() all parameters are there; figures: what the optimizer counted."""
         if self.file:
+            held = held_bytes() - self.base     # before whole() puts the model together
             bits = hashlib.sha256()
-            for p in model.parameters():
-                bits.update(p.detach().numpy().tobytes())
-            self.write(held=held_bytes() - self.base, parameters=sum(p.numel() for p in model.parameters()),
-                       memory=memory, traffic=traffic, digest=bits.hexdigest())
+            with whole():
+                for p in model.parameters():
+                    bits.update(p.detach().numpy().tobytes())
+            self.write(held=held, parameters=sum(p.numel() for p in model.parameters()), digest=bits.hexdigest(),
+                       **figures)
 
     def sample(self, text):
         if self.file:

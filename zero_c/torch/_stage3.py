@@ -349,8 +349,11 @@ class Runtime:
             queue_callback(TaskEnd(self, task))
             self.tasks[task] = {}
         begun = self.tasks[task]
-        for other in [other for other, start in begun.items() if start > trigger.node and other is not unit]:
+        done = [other for other, start in begun.items() if start > trigger.node and other is not unit]
+        for other in done:
             self._finish(other, task)
+        if done:  # their gradients should be gone before this unit makes its own
+            self.engine.drain()
         for number, start in trigger.around:  # a loss may bypass the outputs of the units around
             if self.units[number] not in begun:
                 self._begin(self.units[number], task, start)

@@ -64,7 +64,18 @@ def default_units(model):
             layers = [child for child in module.children() if has_parameters(child)]
             if len(layers) > len(best):
                 best = layers
-    return best if len(best) > 1 else [child for child in model.children() if has_parameters(child)]
+    return best or called_children(model)
+
+
+def called_children(module):
+    """A module's children that have parameters; a list or dict of modules is never called, its entries are."""
+    found = []
+    for child in module.children():
+        if isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            found += called_children(child)
+        elif has_parameters(child):
+            found.append(child)
+    return found
 
 
 def has_parameters(module):

@@ -95,21 +95,26 @@ static int show(py_window *self, window_param *p, int full)
 /* ---- methods ------------------------------------------------------------- */
 
 PyDoc_STRVAR(open_doc,
-             "open()\n--\n\nThe parameters get their values, which the unit's memory must hold. None; or (position, "
-             "reason) of the first\none that is not as the window left it, and nothing is done: reason is 'replaced', "
-             "'moved' or 'written'.");
+             "open(check)\n--\n\nThe parameters get their values, which the unit's memory must hold. None; or, with check, "
+             "(position, reason) of the first\none that is not as the window left it, and nothing is done: reason is "
+             "'replaced', 'moved' or 'written'.");
 
-static PyObject *window_open(py_window *self, PyObject *unused)
+static PyObject *window_open(py_window *self, PyObject *check)
 {
-    (void)unused;
+    int checks = PyObject_IsTrue(check);
+
+    if (checks < 0)
+        return NULL;
     if (self->open)
         Py_RETURN_NONE;
-    PyObject *fault = check_all(self);
+    PyObject *fault = checks ? check_all(self) : Py_NewRef(Py_None);
     if (fault != Py_None)
         return fault;
     for (size_t i = 0; i < self->count; i++)
-        if (show(self, &self->params[i], 1) < 0)
+        if (show(self, &self->params[i], 1) < 0) {
+            Py_DECREF(fault);
             return NULL;
+        }
     self->open = 1;
     return fault;
 }
@@ -261,7 +266,7 @@ failed:
 }
 
 static PyMethodDef window_methods[] = {
-    {"open", (PyCFunction)window_open, METH_NOARGS, open_doc},
+    {"open", (PyCFunction)window_open, METH_O, open_doc},
     {"close", (PyCFunction)window_close, METH_NOARGS, close_doc},
     {"check", (PyCFunction)window_check, METH_NOARGS, check_doc},
     {"hold", (PyCFunction)window_hold, METH_VARARGS, hold_doc},

@@ -10,6 +10,7 @@ import io
 import os
 import threading
 import time
+import warnings
 
 import numpy
 import torch
@@ -882,6 +883,18 @@ def use(run):
 
 
 @misuse
+def another_optimizer(run):
+    other = torch.optim.SGD(run.model.blocks[1].parameters(), lr=0.1)
+    run.loss().backward()
+    other.step()
+
+
+@misuse
+def another_optimizer_before_backward(run):
+    torch.optim.Adam(run.model.parameters()).step()
+
+
+@misuse
 def step_inside_gathered(run):
     run.loss().backward()
     with run.opt.gathered(run.model.blocks[1].up.weight):
@@ -892,6 +905,21 @@ def step_inside_gathered(run):
 def replaced_unit(run):
     run.model.blocks[1] = Block()
     use(run)
+
+
+def autocast_warnings():
+    """What is said, and how often, of autocast over parameters of float32, and of bfloat16."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        run = Run(CASES["GPT"], STAGE, {"prefetch": 1}, dtype=str(dtype).removeprefix("torch."))
+        run.step = 0
+        for _ in range(2):
+            with warnings.catch_warnings(record=True) as caught, torch.autocast("cpu", torch.bfloat16):
+                warnings.simplefilter("always")
+                loss = run.loss()
+            loss.backward()
+            found += [str(warning.message) for warning in caught if "autocast" in str(warning.message)]
+    return found
 
 
 def bypassed_unit():

@@ -190,6 +190,8 @@ TOLD = {
     "create_graph": [UNIT, "create_graph|higher.order"],
     "backward_with_create_graph": [UNIT, "create_graph|higher.order"],
     "step_between_forward_and_backward": [UNIT, r"step\(\)|changed", "backward"],
+    "another_optimizer": [r"SGD\.step", r"blocks\.1", "ShardedOptimizer", "gathered"],
+    "another_optimizer_before_backward": [r"Adam\.step", "embedding", "ShardedOptimizer", "gathered"],
     "step_inside_gathered": [r"step\(\)", r"gathered\(\)", "outside"],
     "write_between_forward_and_backward": [UNIT, "gathered|changed|written", "backward"],
     "replaced_unit": [r"blocks\.1", "replaced|another|not the", "new ShardedOptimizer|before"],
@@ -273,6 +275,11 @@ def test_bad_arguments(groups, name, patterns, n):
 
 def test_units_that_differ_between_ranks(groups):
     check_told(groups(2).run(rank_stage3.bad_construction, "units differ", deadline=60), ["Mismatch", "units?"])
+
+
+def test_autocast_over_fp32_is_warned_about(groups):
+    for messages in groups(2).run(rank_stage3.autocast_warnings, deadline=60):
+        assert len(messages) == 1 and "16-bit copy" in messages[0] and "bfloat16" in messages[0], messages
 
 
 def test_a_unit_that_is_never_called(groups):

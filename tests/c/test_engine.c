@@ -26,7 +26,7 @@ typedef struct plan {
     double max_norm;
     uint64_t order; /* 0: backward order on every rank; else a seed, different per rank */
     int unused;     /* parameter 1 has no gradient on odd ranks, parameter 5 nowhere in even steps */
-    int offer;      /* gradients are lent to the engine; what it hands back is overwritten at once */
+    int offer;      /* gradients are lent to the engine; what it hands back is overwritten at once; drains in between */
     int late;       /* parameter 3 delivers a second gradient */
     int skip_round; /* the last rank takes no part in the first round */
 } plan;
@@ -151,6 +151,8 @@ static void *train(void *argument)
                 else
                     CHECK_OK(zc_engine_offer_grad(engine, i, copy[i], copy[i], &outcome));
                 held += outcome == ZC_GRAD_HELD;
+                if (p->offer && !p->order && n % 3 == 2)
+                    CHECK_OK(zc_engine_drain(engine));
                 if (p->offer && !p->defer && outcome == ZC_GRAD_TAKEN)
                     memset(copy[i], 255, sizes[i] * 8);
                 held -= spoil_released(p, engine, copy);

@@ -193,7 +193,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._module = module
         self._sharded = {id(tensor): index for index, tensor in enumerate(tensors)}
         _place.make_windows(self._engine, layout, dict(zip(map(id, tensors), views, strict=True)), self._places)
-        self._windows = _stage3.Runtime(self._engine, module, layout, self._index, self._comm.rank)
+        self._windows = _stage3.Runtime(self, self._engine, module, layout, self._index, self._comm.rank)
         self._windows.layout = {id(tensor): (view.shape, view.stride()) for tensor, view in zip(tensors, views, strict=True)}
         _place.guard_state_dicts(self._windows)
         others = [tensor for tensor in module.parameters() if id(tensor) not in self._sharded]

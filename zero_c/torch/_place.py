@@ -86,7 +86,7 @@ def guard_state_dicts(runtime):
     def refuse(own, what):
         missing = next((parameter for parameter in own if parameter.numel() and not runtime.is_held(parameter)), None)
         if missing is not None:
-            name = next(name for unit in runtime.used for name, member in unit.members if member is missing)
+            name = runtime.name_of(missing)
             raise zero_c.Error(f"rank {runtime.rank}: {what}, but parameter '{name}' is sharded and not here; do it inside "
                                f"`with opt.gathered({'write=True' if 'loaded' in what else ''}):`, on all ranks")
 

@@ -33,6 +33,7 @@ import warnings
 import weakref
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import zero_c
 
@@ -71,6 +72,38 @@ def made_by(tensor):
     """The nodes that made a tensor and the one that it is a view of."""
     base = tensor._base if tensor._is_view() else None
     return [node for node in (tensor.grad_fn, base.grad_fn if base is not None else None) if node is not None]
+
+
+# Runtimes whose parameters another optimizer must not step: it would change guards, or do nothing.
+_runtimes = weakref.WeakSet()
+_watching = []  # the handle of refuse_step, once there is a runtime
+
+
+def refuse_step(optimizer, arguments, keywords):
+    """Before the step of any torch optimizer: one of another kind has no business with sharded parameters."""
+    for runtime in _runtimes:
+        if optimizer is runtime.owner():
+            continue
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in runtime.layout:
+                    raise zero_c.Error(f"rank {runtime.rank}: {type(optimizer).__name__}.step() for parameter "
+                                       f"'{runtime.name_of(parameter)}', whose values are in the shards of a "
+                                       f"ShardedOptimizer; give its group to that one, or write values inside "
+                                       f"opt.gathered(write=True)")
+
+
+class without_grad:  # noqa: N801
+    """As torch.no_grad(), for a moment: assigning to .data is faster in it."""
+
+    __slots__ = ("before",)
+
+    def __enter__(self):
+        self.before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_):
+        torch._C._set_grad_enabled(self.before)
 
 
 class Call:
@@ -156,7 +189,8 @@ class TaskEnd:
 class Runtime:
     """The windows of all units of one optimizer, opened and closed as training goes."""
 
-    def __init__(self, engine, module, units, trained, rank):
+    def __init__(self, owner, engine, module, units, trained, rank):
+        self.owner = weakref.ref(owner)  # the ShardedOptimizer
         self.engine, self.units, self.rank = engine, units, rank
         self.trained = trained  # id(parameter) -> the engine's index, of those that are not frozen
         self.tree = _units.tree(module)
@@ -173,6 +207,9 @@ class Runtime:
         ranges = sorted((unit.first_address, unit.last_address, unit.index) for unit in self.used if unit.last_address)
         self.range_starts, self.ranges = [first for first, _, _ in ranges], ranges
         self.handles = []
+        _runtimes.add(self)
+        if not _watching:
+            _watching.append(register_optimizer_step_pre_hook(refuse_step))
         for unit in self.used:
             self._watch(unit, unit.module)
         # A method of the model other than forward calls its layers directly; those of units have hooks anyway.
@@ -204,7 +241,8 @@ class Runtime:
         # A recomputed forward belongs to the order of the backward that it is a part of.
         self.engine.acquire(unit.index, backward or graph_task() != NO_TASK)
         try:
-            fault = unit.window.open()
+            with without_grad():
+                fault = unit.window.open(not backward)  # what happens between forward and backward is seen at the step
             if fault is not None:
                 raise zero_c.Error(self._say_fault(unit, *fault))
         except BaseException:
@@ -228,7 +266,8 @@ class Runtime:
             return
         unit.is_open = False
         try:
-            unit.window.close()
+            with without_grad():
+                unit.window.close()
         finally:
             self.engine.release(unit.index)
 
@@ -451,6 +490,9 @@ class Runtime:
                 parameter.data = guard
                 unit.window.hold(position, False)
                 self.held.discard(id(parameter))
+
+    def name_of(self, parameter):
+        return next(name for unit in self.used for name, member in unit.members if member is parameter)
 
     def is_held(self, parameter):
         """Whether a parameter has values of its own just now."""

@@ -296,6 +296,9 @@ zc_status round_meet(zc_engine *engine, meet_kind kind, uint64_t detail, const c
 /* The same in the middle of a round, without touching it: all ranks do this now, or all get ZC_EMISMATCH. */
 zc_status round_agree(zc_engine *engine, meet_kind kind, uint64_t detail, const char *what);
 
+/* Returns when all ranks have come here, in the middle of a call that they make together. */
+zc_status round_barrier(zc_engine *engine, const char *what);
+
 /* Opens a round: nothing has arrived. */
 zc_status round_begin(zc_engine *engine);
 

@@ -273,6 +273,16 @@ zc_status round_agree(zc_engine *engine, meet_kind kind, uint64_t detail, const 
     return status;
 }
 
+zc_status round_barrier(zc_engine *engine, const char *what)
+{
+    uint64_t here = 0, *all = zc_malloc(engine->ranks * sizeof *all);
+    if (!all)
+        return zc_fail(ZC_ENOMEM, "rank %zu: no memory to meet %zu ranks", engine->rank, engine->ranks);
+    zc_status status = comm_exchange(engine->control, CONTROL_TAG_MEET, what, &here, all, sizeof here);
+    zc_free(all);
+    return status;
+}
+
 zc_status round_settle(zc_engine *engine)
 {
     int again;

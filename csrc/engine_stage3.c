@@ -442,12 +442,7 @@ zc_status stage3_written(zc_engine *engine, const char *what)
     end_order(engine);
     if (!engine_reads_peers(engine))
         return ZC_OK; /* gathers come after the writes in the stream, on every rank */
-    uint64_t done = 0, *all = zc_malloc(engine->ranks * sizeof *all);
-    if (!all)
-        return zc_fail(ZC_ENOMEM, "rank %zu: no memory to meet %zu ranks", engine->rank, engine->ranks);
-    zc_status status = comm_exchange(engine->control, CONTROL_TAG_MEET, what, &done, all, sizeof done);
-    zc_free(all);
-    return status;
+    return round_barrier(engine, what);
 }
 
 /* The own slices of elements [begin, end) of a space, from `values`, which begins at element `begin`. */
@@ -474,21 +469,21 @@ zc_status stage3_load(zc_engine *engine, size_t index, const void *values)
     zc_status status = ZC_OK;
     if (!param->elems)
         return ZC_OK;
+    if (!values && engine->rank == 0)
+        return zc_fail(ZC_EINVAL, "rank 0 must give the values of %s", engine_param_name(engine, index));
     zc_traffic_row *row = &engine->traffic.broadcast;
     row->calls++;
     row->payload_elems += param->elems;
     row->bytes += engine->rank == 0 ? param->elems * space->elem_bytes * (engine->ranks - 1) : 0;
-    if (!values && engine->rank == 0)
-        return zc_fail(ZC_EINVAL, "rank 0 must give the values of %s", engine_param_name(engine, index));
     if (engine->ranks == 1)
         return store_range(engine, space, param->offset, param->offset + param->elems, values);
     if (chunk > param->elems)
         chunk = param->elems;
     piece = zc_malloc(chunk * space->elem_bytes);
-    if (!piece) /* the peers are on their way into a broadcast */
+    if (!piece) { /* the peers are on their way into a broadcast */
         comm_poison(engine->comm, ZC_ENOMEM, "a rank has no memory to load a parameter");
-    if (!piece)
         return zc_fail(ZC_ENOMEM, "rank %zu: no memory to load %s", engine->rank, engine_param_name(engine, index));
+    }
     for (size_t done = 0; status == ZC_OK && done < param->elems; done += chunk) {
         size_t count = param->elems - done < chunk ? param->elems - done : chunk;
         if (engine->rank == 0)

@@ -163,14 +163,7 @@ static zc_status update_everything(zc_engine *engine)
     }
     if (!shared)
         return ZC_OK;
-    uint64_t done = 0, all[64];
-    uint64_t *records = engine->ranks <= 64 ? all : zc_malloc(engine->ranks * sizeof *records);
-    if (!records)
-        return zc_fail(ZC_ENOMEM, "rank %zu: no memory to meet %zu ranks", engine->rank, engine->ranks);
-    zc_status status = comm_exchange(engine->control, CONTROL_TAG_MEET, "step", &done, records, sizeof done);
-    if (records != all)
-        zc_free(records);
-    ZC_TRY(status);
+    ZC_TRY(round_barrier(engine, "step"));
     for (size_t s = 0; s < engine->space_count; s++) {
         engine_space *space = &engine->spaces[s];
         for (size_t b = 0; b < space->plan.buckets; b++) {

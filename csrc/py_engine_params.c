@@ -131,6 +131,14 @@ PyObject *py_engine_add_grad(py_engine *self, PyObject *args)
     return result;
 }
 
+PyObject *py_engine_store(py_engine *self, PyObject *args)
+{
+    PyObject *result = pass_array(self, args, "value", zc_engine_store);
+
+    py_engine_drop_released(self);
+    return result;
+}
+
 PyObject *py_engine_has_grad(py_engine *self, PyObject *number)
 {
     size_t index;

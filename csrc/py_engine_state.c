@@ -105,6 +105,39 @@ PyObject *py_engine_state(py_engine *self, PyObject *args)
     return py_array_over(memory, elems, dtype, (PyObject *)self);
 }
 
+/* Ends a call under the lock that filled a new array, and gives up the array if it failed. */
+static PyObject *finish_array(py_engine *self, zc_status status, PyObject *array)
+{
+    PyObject *done = py_engine_finish(self, status);
+
+    py_engine_drop_released(self);
+    if (!done)
+        Py_CLEAR(array);
+    Py_XDECREF(done);
+    return array;
+}
+
+PyObject *py_engine_fetch(py_engine *self, PyObject *number)
+{
+    void *to = NULL;
+    zc_status status;
+    size_t index;
+
+    if (py_engine_index(self, number, &index))
+        return NULL;
+    PyObject *array = py_array_new(self->params[index].elems, self->params[index].dtype, &to);
+    if (!array)
+        return NULL;
+    if (py_engine_lock(self)) {
+        Py_DECREF(array);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_engine_fetch(self->engine, index, to);
+    Py_END_ALLOW_THREADS
+    return finish_array(self, status, array);
+}
+
 PyObject *py_engine_read(py_engine *self, PyObject *args)
 {
     double scale = 1;
@@ -128,12 +161,7 @@ PyObject *py_engine_read(py_engine *self, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     status = zc_engine_read(self->engine, index, role, scale, to);
     Py_END_ALLOW_THREADS
-    PyObject *done = py_engine_finish(self, status);
-    py_engine_drop_released(self);
-    if (!done)
-        Py_CLEAR(array);
-    Py_XDECREF(done);
-    return array;
+    return finish_array(self, status, array);
 }
 
 PyObject *py_engine_write(py_engine *self, PyObject *args)

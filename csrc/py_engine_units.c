@@ -1,6 +1,5 @@
 /*
- * Engine methods of stage 3: units in use, and parameters read and written as a
- * whole.
+ * Engine methods of stage 3: units in use.
  */
 #include "py_engine.h"
 
@@ -88,53 +87,6 @@ PyObject *py_engine_unit_range(py_engine *self, PyObject *number)
     void *base = zc_engine_unit_range(self->engine, unit, &bytes);
     py_engine_unlock(self);
     return Py_BuildValue("Kn", (unsigned long long)(uintptr_t)base, (Py_ssize_t)bytes);
-}
-
-PyObject *py_engine_fetch(py_engine *self, PyObject *number)
-{
-    void *to = NULL;
-    zc_status status;
-    size_t index;
-
-    if (py_engine_index(self, number, &index))
-        return NULL;
-    PyObject *array = py_array_new(self->params[index].elems, self->params[index].dtype, &to);
-    if (!array)
-        return NULL;
-    if (py_engine_lock(self)) {
-        Py_DECREF(array);
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = zc_engine_fetch(self->engine, index, to);
-    Py_END_ALLOW_THREADS
-    PyObject *done = py_engine_finish(self, status);
-    py_engine_drop_released(self);
-    if (!done)
-        Py_CLEAR(array);
-    Py_XDECREF(done);
-    return array;
-}
-
-PyObject *py_engine_store(py_engine *self, PyObject *args)
-{
-    py_array array;
-    zc_status status;
-    size_t index;
-
-    if (py_engine_read_array(self, args, "value", &index, &array))
-        return NULL;
-    if (py_engine_lock(self)) {
-        py_array_release(&array);
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = zc_engine_store(self->engine, index, array.data);
-    Py_END_ALLOW_THREADS
-    py_array_release(&array);
-    PyObject *done = py_engine_finish(self, status);
-    py_engine_drop_released(self);
-    return done;
 }
 
 /* One (name, level, resident): 0, or -1 with an exception. */

@@ -922,6 +922,22 @@ def autocast_warnings():
     return found
 
 
+def weights_of_other_dtypes():
+    """Integer weights are not sharded: every rank has rank 0's, and they are saved like buffers."""
+    comm = zero_c.init()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].codes = nn.Parameter(torch.full((3,), comm.rank + 1, dtype=torch.int8), requires_grad=False)
+    quantized = nn.Module()
+    quantized.codes = nn.Parameter(torch.tensor([comm.rank], dtype=torch.int8), requires_grad=False)
+    model.append(quantized)
+    opt = make_optimizer(model, comm, STAGE, list(model)[:2])
+    assert model[0].codes.tolist() == [1, 1, 1] and quantized.state_dict()["codes"].tolist() == [0]
+    message = error_of(lambda: model[0].state_dict())
+    with opt.gathered():
+        assert model.state_dict()["0.codes"].tolist() == [1, 1, 1]
+    return message
+
+
 def bypassed_unit():
     """A layer whose weights its parent reads without calling it cannot be a unit."""
     comm = zero_c.init()

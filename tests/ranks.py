@@ -97,6 +97,14 @@ class Outcome:
     stderr: str = ""
 
 
+def rank_groups(**how):
+    """For a fixture: yields n -> the RankGroup of n ranks, started when first asked for, and closes them all."""
+    started = {}
+    yield lambda n: started.setdefault(n, RankGroup(n, **how))
+    for group in started.values():
+        group.close()
+
+
 def run_ranks(n, target, *args, deadline=60, env=None, leaks=True, check=True, **kwargs):
     """Runs target(*args, **kwargs) on n fresh ranks; their values, in rank order."""
     with RankGroup(n, env=env, leaks=leaks) as group:

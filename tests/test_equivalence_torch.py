@@ -2,7 +2,7 @@
 
 import pytest
 import rank_torch
-from ranks import RankGroup
+from ranks import rank_groups
 
 STAGES = (0, 1, 2)
 OPTIMIZERS = {
@@ -18,10 +18,7 @@ OPTIMIZERS = {
 @pytest.fixture(scope="module")
 def groups():
     """Torch ranks, one group for each size; torch.distributed stays open in them."""
-    started = {}
-    yield lambda n: started.setdefault(n, RankGroup(n, leaks=False))
-    for group in started.values():
-        group.close()
+    yield from rank_groups(leaks=False)
 
 
 def sizes(*small):

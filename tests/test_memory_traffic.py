@@ -15,7 +15,7 @@
 import numpy
 import pytest
 import rank_numbers
-from ranks import RankGroup
+from ranks import rank_groups
 from scenarios import OPTIMIZERS, SHAPES
 
 PARAM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
@@ -29,10 +29,7 @@ RING_SLOTS = 16
 
 @pytest.fixture(scope="module")
 def groups():
-    started = {}
-    yield lambda n: started.setdefault(n, RankGroup(n))
-    for group in started.values():
-        group.close()
+    yield from rank_groups()
 
 
 def sum_bytes(dtype):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from ranks import RankGroup
+from ranks import RankGroup, rank_groups
 
 import zero_c
 from zero_c import _init
@@ -49,10 +49,7 @@ def reference(kind, params, gradients, *, lr, betas=(0.9, 0.999), eps=1e-8, weig
 
 @pytest.fixture(scope="module")
 def groups():
-    started = {}
-    yield lambda n: started.setdefault(n, RankGroup(n))
-    for group in started.values():
-        group.close()
+    yield from rank_groups()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import re
 
 import pytest
 import rank_stage3
-from ranks import RankGroup
+from ranks import rank_groups
 from stage3_models import CASES, Leaks, Returns
 
 ALL_SETTINGS = [{"prefetch": prefetch, "ring": ring, "fill": fill}
@@ -75,10 +75,7 @@ VARIATIONS = {
 @pytest.fixture(scope="module")
 def groups():
     """Torch ranks, one group for each size."""
-    started = {}
-    yield lambda n: started.setdefault(n, RankGroup(n))
-    for group in started.values():
-        group.close()
+    yield from rank_groups()
 
 
 def sizes(*small):
@@ -280,6 +277,10 @@ def test_units_that_differ_between_ranks(groups):
 def test_autocast_over_fp32_is_warned_about(groups):
     for messages in groups(2).run(rank_stage3.autocast_warnings, deadline=60):
         assert len(messages) == 1 and "16-bit copy" in messages[0] and "bfloat16" in messages[0], messages
+
+
+def test_weights_of_other_dtypes_stay_whole(groups):
+    check_told(groups(2).run(rank_stage3.weights_of_other_dtypes, deadline=60), [r"0\.(weight|bias)", "gathered"])
 
 
 def test_a_unit_that_is_never_called(groups):

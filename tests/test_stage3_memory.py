@@ -21,7 +21,7 @@ Memory, in bytes: p a parameter, s a sum (4; 8 for float64), m a master (bfloat1
 import numpy
 import pytest
 import rank_stage3_memory
-from ranks import RankGroup, run_ranks
+from ranks import rank_groups, run_ranks
 from stage3_models import CASES
 
 PARAM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
@@ -39,10 +39,7 @@ SETTINGS = [{"prefetch": 0}, {"prefetch": 1}, {"prefetch": 2}, {"prefetch": 0, "
 
 @pytest.fixture(scope="module")
 def groups():
-    started = {}
-    yield lambda n: started.setdefault(n, RankGroup(n))
-    for group in started.values():
-        group.close()
+    yield from rank_groups()
 
 
 def up(number, step):

@@ -4,15 +4,12 @@ import re
 
 import pytest
 import rank_stage3_meta
-from ranks import RankGroup
+from ranks import rank_groups
 
 
 @pytest.fixture(scope="module")
 def groups():
-    started = {}
-    yield lambda n: started.setdefault(n, RankGroup(n))
-    for group in started.values():
-        group.close()
+    yield from rank_groups()
 
 
 @pytest.mark.parametrize("units", ["blocks", "nested", "none"])

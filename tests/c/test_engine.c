@@ -45,18 +45,6 @@ static zc_dtype dtype_of(const plan *p, size_t i)
     return p->mixed ? mixed[i] : ZC_FLOAT32;
 }
 
-static void put(void *array, zc_dtype dtype, size_t k, float value)
-{
-    if (dtype == ZC_FLOAT32)
-        ((float *)array)[k] = value;
-    else if (dtype == ZC_FLOAT64)
-        ((double *)array)[k] = value;
-    else if (dtype == ZC_BFLOAT16)
-        ((uint16_t *)array)[k] = zc_float_to_bf16(value);
-    else
-        ((uint16_t *)array)[k] = zc_float_to_fp16(value);
-}
-
 static float gradient(size_t step, size_t round, size_t rank, size_t param, size_t k)
 {
     uint64_t state = (((step * 31 + round) * 31 + rank) * 31 + param) * 100003 + k;
@@ -111,7 +99,7 @@ static void *train(void *argument)
         initial[i] = malloc(sizes[i] * 8 + 8);
         for (size_t k = 0; k < sizes[i]; k++) { /* rank 0's must win */
             uint64_t state = i * 1000003 + k;
-            put(initial[i], dtype, k, j->rank == 0 ? testing_float(&state) : 77);
+            testing_put(initial[i], dtype, k, j->rank == 0 ? testing_float(&state) : 77);
         }
         snprintf(names[i], sizeof names[i], "p%zu", i);
         params[i] = (zc_param){.name = names[i], .elems = sizes[i], .dtype = dtype, .initial = initial[i]};
@@ -144,7 +132,7 @@ static void *train(void *argument)
                 /* deferred work reads the gradient later: it must stay as it is */
                 copy[i] = malloc(sizes[i] * 8 + 8);
                 for (size_t k = 0; k < sizes[i]; k++)
-                    put(copy[i], dtype_of(p, i), k, gradient(step, round, j->rank, i, k));
+                    testing_put(copy[i], dtype_of(p, i), k, gradient(step, round, j->rank, i, k));
                 int outcome = ZC_GRAD_TAKEN;
                 if (!p->offer)
                     CHECK_OK(zc_engine_add_grad(engine, i, copy[i]));
@@ -160,7 +148,7 @@ static void *train(void *argument)
             zc_late_grad late = {3, grads[0][3]};
             int bring = p->late && j->rank % 2 == 0 && has_gradient(p, step, round, j->rank, 3);
             for (size_t k = 0; k < sizes[3]; k++)
-                put(grads[0][3], dtype_of(p, 3), k, gradient(step, round + 100, j->rank, 3, k));
+                testing_put(grads[0][3], dtype_of(p, 3), k, gradient(step, round + 100, j->rank, 3, k));
             CHECK_OK(zc_engine_end_round(engine, &late, (size_t)bring));
             held -= spoil_released(p, engine, copy);
             CHECK_EQ(held, 0);

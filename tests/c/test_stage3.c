@@ -113,24 +113,12 @@ static size_t bytes_of(size_t i)
     return model[i].elems * zc_dtype_bytes(model[i].dtype);
 }
 
-static void put(void *array, zc_dtype dtype, size_t k, float value)
-{
-    if (dtype == ZC_FLOAT32)
-        ((float *)array)[k] = value;
-    else if (dtype == ZC_FLOAT64)
-        ((double *)array)[k] = value;
-    else if (dtype == ZC_BFLOAT16)
-        ((uint16_t *)array)[k] = zc_float_to_bf16(value);
-    else
-        ((uint16_t *)array)[k] = zc_float_to_fp16(value);
-}
-
 static char *made_of(size_t i, uint64_t state)
 {
     char *array = malloc(bytes_of(i) + 8);
     state *= 1000003;
     for (size_t k = 0; k < model[i].elems; k++)
-        put(array, model[i].dtype, k, testing_float(&state));
+        testing_put(array, model[i].dtype, k, testing_float(&state));
     return array;
 }
 

@@ -7,6 +7,8 @@
 #ifndef TESTING_H
 #define TESTING_H
 
+#include "zc_dtype.h"
+
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -64,6 +66,19 @@ static inline uint64_t testing_random(uint64_t *state)
 static inline float testing_float(uint64_t *state)
 {
     return (float)((double)(testing_random(state) >> 40) / 16777216.0 * 2 - 1);
+}
+
+/* Element k of an array of this dtype. */
+static inline void testing_put(void *array, zc_dtype dtype, size_t k, float value)
+{
+    if (dtype == ZC_FLOAT32)
+        ((float *)array)[k] = value;
+    else if (dtype == ZC_FLOAT64)
+        ((double *)array)[k] = value;
+    else if (dtype == ZC_BFLOAT16)
+        ((uint16_t *)array)[k] = zc_float_to_bf16(value);
+    else
+        ((uint16_t *)array)[k] = zc_float_to_fp16(value);
 }
 
 #endif

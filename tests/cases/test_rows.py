@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from ranks import RankGroup
+from ranks import rank_groups
 
 from cases import areas, rows  # noqa: F401
 
@@ -12,10 +12,7 @@ from cases import areas, rows  # noqa: F401
 @pytest.fixture(scope="module")
 def groups():
     """Rank processes that have torch loaded, one group for each size."""
-    started = {}
-    yield lambda n: started.setdefault(n, RankGroup(n))
-    for group in started.values():
-        group.close()
+    yield from rank_groups()
 
 
 def _combinations():

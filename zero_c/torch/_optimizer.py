@@ -66,6 +66,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             groups = _arguments.read_groups(params)
             names = self._check(groups, defaults, optimizer, whole, meta=stage == 3)
             layout = plan_units(whole, units, groups, names, shared_params) if stage == 3 else None
+            if init is not None and not _meta.is_on_meta(whole):
+                raise ValueError("init= initialises what is on the meta device, and nothing of this module is; leave it out")
             files = _meta.open_files(weights, whole) if weights is not None and self._comm.rank == 0 else None
             settings = {"stage": stage, "optimizer": optimizer, "max_grad_norm": max_grad_norm,
                         "loss_scale": loss_scale, "skip_nonfinite": skip_nonfinite, "reduce_op": reduce_op,
@@ -160,8 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if replaced is not None or weights is not None:
             index = {id(tensor): number for number, tensor in enumerate(tensors)}
             strides = {id(tensor): view.stride() for tensor, view in zip(tensors, views, strict=True)}
-            _meta.Filler(self._engine, self._comm, layout, index, strides, replaced, weights, files,
-                         init).fill()
+            _meta.Filler(self._engine, self._comm, layout, index, strides, replaced, weights, files, init).fill()
         _place.complete(self._engine)
         return views
 
@@ -183,18 +184,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         tensors = [tensor for _, tensor, _ in fresh + kept]
         views = self._load_sharded(tensors, layout, **filling)
         for index, (name, tensor, group) in enumerate(fresh):
-            tensor.data = views[index]
-            self._managed.append((name, tensor, _place.layout_of(tensor)))
-            self._index[id(tensor)] = index
-            _place.attach(self._hooks, self._guards, tensor, self._places.get(id(tensor)), windowed=True)
-            if tensor.numel():
-                tensor.data = _place.nan_guard(tensor)
-            self.state[tensor] = _state.ParamState(self._engine, index, self._views(index, group))
+            guard, tensor.data = tensor.data, views[index]
+            self._enter(index, name, tensor, group, windowed=True)
+            tensor.data = guard
         self._module = module
         self._sharded = {id(tensor): index for index, tensor in enumerate(tensors)}
         _place.make_windows(self._engine, layout, dict(zip(map(id, tensors), views, strict=True)), self._places)
-        self._windows = _stage3.Runtime(self, self._engine, module, layout, self._index, self._comm.rank)
-        self._windows.layout = {id(tensor): (view.shape, view.stride()) for tensor, view in zip(tensors, views, strict=True)}
+        shapes = {id(tensor): (view.shape, view.stride()) for tensor, view in zip(tensors, views, strict=True)}
+        self._windows = _stage3.Runtime(self, self._engine, module, layout, self._index, shapes)
         _place.guard_state_dicts(self._windows)
         others = [tensor for tensor in module.parameters() if id(tensor) not in self._sharded]
         _place.broadcast(self._comm, others + list(module.buffers()))
@@ -218,10 +215,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The engine has these parameters since now: moves them there."""
         _place.load(self._engine, first, [tensor for _, tensor, _ in entries])
         for index, (name, tensor, group) in enumerate(entries, first):
-            self._managed.append((name, tensor, _place.layout_of(tensor)))
-            self._index[id(tensor)] = index
-            _place.attach(self._hooks, self._guards, tensor, self._places.get(id(tensor)))
-            self.state[tensor] = _state.ParamState(self._engine, index, self._views(index, group))
+            self._enter(index, name, tensor, group)
+
+    def _enter(self, index, name, tensor, group, windowed=False):
+        """A trained parameter, where its gradients will look for it: it is parameter `index` from now on."""
+        self._managed.append((name, tensor, _place.layout_of(tensor)))
+        self._index[id(tensor)] = index
+        _place.attach(self._hooks, self._guards, tensor, self._places.get(id(tensor)), windowed)
+        self.state[tensor] = _state.ParamState(self._engine, index, self._views(index, group))
 
     def _views(self, index, group):
         return _state.views(self._engine, index, _state.roles_of(self._optimizer, self.param_groups[group]))

@@ -61,13 +61,13 @@ def nan_guard(tensor):
 
 
 def make_windows(engine, units, views, places):
-    """Gives every unit its window, closed; views: id(parameter) -> its view of the unit's memory."""
+    """Gives every unit its window, closed: parameters show their guards; views: id(parameter) -> view of the unit's
+    memory.
+    """
     for unit in units:
         rows = []
         for _, parameter in unit.members:
-            guard = None
-            if parameter.numel():
-                parameter.data = guard = nan_guard(parameter)
+            guard = parameter.data if parameter.numel() else None
             rows.append((parameter, views[id(parameter)], guard, *places.get(id(parameter), (None, None))))
         unit.window = _core.Window(rows, describe, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
         unit.first_address, size = engine.unit_range(unit.index)
@@ -76,13 +76,6 @@ def make_windows(engine, units, views, places):
 
 def guard_state_dicts(runtime):
     """Saving or loading a module whose parameters are not there raises, instead of saving NaN."""
-    owners = {}
-    for unit in runtime.used:
-        for module in unit.module.modules():
-            own = [parameter for parameter in module._parameters.values() if parameter is not None]
-            if own:
-                owners[id(module)] = (module, own)
-
     def refuse(own, what):
         missing = next((parameter for parameter in own if parameter.numel() and not runtime.is_held(parameter)), None)
         if missing is not None:
@@ -90,7 +83,10 @@ def guard_state_dicts(runtime):
             raise zero_c.Error(f"rank {runtime.rank}: {what}, but parameter '{name}' is sharded and not here; do it inside "
                                f"`with opt.gathered({'write=True' if 'loaded' in what else ''}):`, on all ranks")
 
-    for module, own in owners.values():
+    for module in runtime.units[0].module.modules():
+        own = [parameter for parameter in module._parameters.values() if id(parameter) in runtime.layout]
+        if not own:
+            continue
         runtime.handles += [
             module.register_state_dict_pre_hook(lambda *_, own=own: refuse(own, "a state_dict is made")),
             module.register_load_state_dict_pre_hook(lambda *_, own=own: refuse(own, "a state_dict is loaded")),

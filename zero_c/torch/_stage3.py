@@ -189,9 +189,9 @@ class TaskEnd:
 class Runtime:
     """The windows of all units of one optimizer, opened and closed as training goes."""
 
-    def __init__(self, owner, engine, module, units, trained, rank):
+    def __init__(self, owner, engine, module, units, trained, layout):
         self.owner = weakref.ref(owner)  # the ShardedOptimizer
-        self.engine, self.units, self.rank = engine, units, rank
+        self.engine, self.units, self.rank = engine, units, engine.comm.rank
         self.trained = trained  # id(parameter) -> the engine's index, of those that are not frozen
         self.tree = _units.tree(module)
         self.steps = 0  # how often the parameters changed
@@ -200,7 +200,7 @@ class Runtime:
         self.dead = []  # tasks that raised
         self.displaced = []
         self.held = set()  # ids of parameters that have values of their own
-        self.layout = {}  # id(parameter) -> (shape, strides) of its values
+        self.layout = layout  # id(parameter) -> (shape, strides) of its values
         # The root also without parameters: its calls are where an order of units begins.
         self.used = [unit for unit in units if unit.members or unit.resident]
         self.warned = False

@@ -1079,6 +1079,7 @@ def bad_construction(name):
         "units: a parameter": {"units": [blocks[0].up.weight]},
         "units: a foreign module": {"units": [*blocks, Block()]},
         "units: a class of no module": {"units": [nn.Conv2d]},
+        "init: nothing is on the meta device": {"units": blocks, "init": print},
         "prefetch: negative": {"units": blocks, "prefetch": -1},
         "prefetch: a fraction": {"units": blocks, "prefetch": 1.5},
         "prefetch: a bool": {"units": blocks, "prefetch": True},

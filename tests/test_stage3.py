@@ -255,6 +255,7 @@ def test_a_unit_whose_weights_are_needed_behind_its_output(groups, kind, setting
     "units: a parameter": ["units", "Parameter"],
     "units: a foreign module": ["units", "Block", "not (a )?(part|in|module|submodule)"],
     "units: a class of no module": ["units", "Conv2d"],
+    "init: nothing is on the meta device": ["init=", "meta"],
     "prefetch: negative": ["prefetch", "-1"],
     "prefetch: a fraction": ["prefetch", r"1\.5"],
     "prefetch: a bool": ["prefetch", "True"],

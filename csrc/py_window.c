@@ -2,12 +2,12 @@
  * The Window object of stage 3: the parameters of one unit, which have their
  * values while the window is open, and a guard otherwise.
  *
- * A guard is one NaN of the parameter's own, expanded to its shape: whoever reads
- * the parameter outside its window sees NaN, most writes raise, and those that do
- * not (zero_(), fill_()) write the one element, which is looked at when the window
- * opens.  Both are put in place by assigning `.data`, which changes neither the
- * identity of the parameter nor its version counter, and which autograd follows
- * in tensors that it saved.
+ * A guard is one NaN of the parameter's own, expanded to its shape, and a class of
+ * the parameter's that notices how it is used (_guard.py).  What gets around the
+ * class, through .data for example, reads NaN, or writes the one element, which is
+ * looked at when the window opens.  The memory is put in place by assigning
+ * `.data`, which changes neither the identity of the parameter nor its version
+ * counter, and which autograd follows in tensors that it saved.
  */
 #include "py_tensor.h"
 
@@ -17,6 +17,7 @@ typedef struct window_param {
     PyObject *param, *full, *guard; /* guard None: an empty one, which is always there */
     PyObject *owner, *key;          /* owner[key] is the parameter; NULL: in no module */
     void *guard_data;
+    dl_type guard_type;
     char held;                      /* somebody keeps it open by other means: left alone */
 } window_param;
 
@@ -24,6 +25,7 @@ typedef struct py_window {
     PyObject_HEAD
     py_tensor_reader reader;
     PyObject *data_name;
+    PyTypeObject *own, *guarded; /* the parameters' class, and the one they have with their guards: laid out alike */
     window_param *params;
     size_t count;
     int open;
@@ -49,8 +51,11 @@ static int is_nan(const void *element, dl_type type)
     return type.code == DL_BFLOAT ? (half & 0x7fff) > 0x7f80 : (half & 0x7fff) > 0x7c00;
 }
 
-/* What is wrong with a parameter that should show its guard; NULL: nothing, or an exception. */
-static const char *find_fault(py_window *self, window_param *p)
+/*
+ * What is wrong with a parameter that should show its guard; NULL: nothing, or an exception.
+ * Its class lets nobody assign to .data; whether somebody did by other means is only looked at with `where`.
+ */
+static const char *find_fault(py_window *self, window_param *p, int where)
 {
     py_tensor view;
 
@@ -63,20 +68,20 @@ static const char *find_fault(py_window *self, window_param *p)
     }
     if (p->guard == Py_None || p->held)
         return NULL;
-    if (py_tensor_view(&self->reader, p->param, &view) < 0) {
+    if (where && py_tensor_view(&self->reader, p->param, &view) < 0) {
         PyErr_Clear(); /* on another device */
         return "moved";
     }
-    if (py_tensor_data(&view) != p->guard_data)
+    if (Py_TYPE(p->param) != self->guarded || (where && py_tensor_data(&view) != p->guard_data))
         return "moved";
-    return is_nan(p->guard_data, view.tensor.dtype) ? NULL : "written";
+    return is_nan(p->guard_data, p->guard_type) ? NULL : "written";
 }
 
 /* None, or (position, reason); NULL with an exception. */
-static PyObject *check_all(py_window *self)
+static PyObject *check_all(py_window *self, int where)
 {
     for (size_t i = 0; i < self->count; i++) {
-        const char *fault = find_fault(self, &self->params[i]);
+        const char *fault = find_fault(self, &self->params[i], where);
         if (fault)
             return Py_BuildValue("ns", (Py_ssize_t)i, fault);
         if (PyErr_Occurred())
@@ -85,11 +90,26 @@ static PyObject *check_all(py_window *self)
     Py_RETURN_NONE;
 }
 
+/* As assigning __class__; take_param has seen that it may be done. */
+static void set_class(PyObject *object, PyTypeObject *type)
+{
+    PyTypeObject *before = Py_TYPE(object);
+
+    Py_INCREF(type);
+    Py_SET_TYPE(object, type);
+    Py_DECREF(before);
+}
+
 static int show(py_window *self, window_param *p, int full)
 {
     if (p->guard == Py_None || p->held)
         return 0;
-    return PyObject_SetAttr(p->param, self->data_name, full ? p->full : p->guard);
+    set_class(p->param, self->own); /* also before the guard is set: its class would not let us */
+    if (PyObject_SetAttr(p->param, self->data_name, full ? p->full : p->guard) < 0)
+        return -1;
+    if (!full)
+        set_class(p->param, self->guarded);
+    return 0;
 }
 
 /* ---- methods ------------------------------------------------------------- */
@@ -107,7 +127,7 @@ static PyObject *window_open(py_window *self, PyObject *check)
         return NULL;
     if (self->open)
         Py_RETURN_NONE;
-    PyObject *fault = checks ? check_all(self) : Py_NewRef(Py_None);
+    PyObject *fault = checks ? check_all(self, 0) : Py_NewRef(Py_None);
     if (fault != Py_None)
         return fault;
     for (size_t i = 0; i < self->count; i++)
@@ -138,11 +158,12 @@ static PyObject *window_check(py_window *self, PyObject *unused)
     (void)unused;
     if (self->open)
         Py_RETURN_NONE;
-    return check_all(self);
+    return check_all(self, 1);
 }
 
 PyDoc_STRVAR(hold_doc,
-             "hold(position, on)\n--\n\nWhether a parameter is left alone, because it has values of its own just now.");
+             "hold(position, on)\n--\n\nOf a closed window: whether a parameter is left alone and of its own class, because it has "
+             "values of its own just now.");
 
 static PyObject *window_hold(py_window *self, PyObject *args)
 {
@@ -155,7 +176,10 @@ static PyObject *window_hold(py_window *self, PyObject *args)
         PyErr_Format(PyExc_IndexError, "position is %zd; the window has %zu parameters", position, self->count);
         return NULL;
     }
-    self->params[position].held = (char)on;
+    window_param *p = &self->params[position];
+    if (p->guard != Py_None)
+        set_class(p->param, on ? self->own : self->guarded);
+    p->held = (char)on;
     Py_RETURN_NONE;
 }
 
@@ -176,6 +200,8 @@ static int window_clear(PyObject *object)
     }
     Py_CLEAR(self->reader.describe);
     Py_CLEAR(self->data_name);
+    Py_CLEAR(self->own);
+    Py_CLEAR(self->guarded);
     return 0;
 }
 
@@ -191,6 +217,8 @@ static int window_traverse(PyObject *object, visitproc visit, void *arg)
         Py_VISIT(self->params[i].owner);
     }
     Py_VISIT(self->reader.describe);
+    Py_VISIT(self->own);
+    Py_VISIT(self->guarded);
     return 0;
 }
 
@@ -226,18 +254,24 @@ static int take_param(py_window *self, PyObject *item, window_param *p)
     if (py_tensor_view(&self->reader, guard, &view) < 0)
         return -1;
     p->guard_data = py_tensor_data(&view);
-    return 0;
+    p->guard_type = view.tensor.dtype;
+    if (Py_TYPE(param) != self->own) {
+        PyErr_Format(PyExc_TypeError, "a parameter is a %s; it must be a %s", Py_TYPE(param)->tp_name, self->own->tp_name);
+        return -1;
+    }
+    return PyObject_SetAttrString(param, "__class__", (PyObject *)self->guarded); /* raises where that cannot be */
 }
 
 static PyObject *window_new(PyTypeObject *type, PyObject *arguments, PyObject *names)
 {
-    PyObject *sequence, *describe, *exchange;
+    PyObject *sequence, *describe, *exchange, *own, *guarded;
 
     if (names && PyDict_GET_SIZE(names)) {
         PyErr_SetString(PyExc_TypeError, "Window takes no keyword arguments");
         return NULL;
     }
-    if (!PyArg_ParseTuple(arguments, "OOO:Window", &sequence, &describe, &exchange))
+    if (!PyArg_ParseTuple(arguments, "OOOO!O!:Window", &sequence, &describe, &exchange, &PyType_Type, &own, &PyType_Type,
+                          &guarded))
         return NULL;
     PyObject *list = PySequence_Tuple(sequence);
     if (!list)
@@ -247,6 +281,8 @@ static PyObject *window_new(PyTypeObject *type, PyObject *arguments, PyObject *n
     if (!self || py_tensor_reader_init(&self->reader, describe, exchange) < 0 ||
         !(self->data_name = PyUnicode_InternFromString("data")))
         goto failed;
+    self->own = (PyTypeObject *)Py_NewRef(own);
+    self->guarded = (PyTypeObject *)Py_NewRef(guarded);
     self->params = PyMem_Calloc(count + 1, sizeof *self->params);
     if (!self->params) {
         PyErr_NoMemory();
@@ -274,9 +310,10 @@ static PyMethodDef window_methods[] = {
 };
 
 PyDoc_STRVAR(window_doc,
-             "Window(params, describe, exchange)\n--\n\nThe parameters of a unit of stage 3: (param, full, guard, owner, "
-             "key) each.\nfull is a view of the unit's memory; guard is None for an empty parameter; owner is the dict "
-             "in which the module\nkeeps it under key, or None.");
+             "Window(params, describe, exchange, own, guarded)\n--\n\nThe parameters of a unit of stage 3: (param, full, guard, "
+             "owner, key) each, which show their guards now.\nfull is a view of the unit's memory; guard is None for an "
+             "empty parameter; owner is the dict in which the module\nkeeps it under key, or None. They are of class own, "
+             "and of guarded, a subclass of it, while they show their guards.");
 
 static PyType_Slot window_slots[] = {
     {Py_tp_doc, (void *)window_doc},   {Py_tp_new, window_new},     {Py_tp_dealloc, window_dealloc},

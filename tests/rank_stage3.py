@@ -641,7 +641,12 @@ def placeholders(setting):
     check("after backward")
     run.opt.step()
     check("after step()")
-    assert unit.wide.weight.square().sum().isnan(), "reading a weight outside its unit is loud"
+    weight = unit.wide.weight
+    with torch.no_grad():
+        assert weight.square().sum().isnan() and (weight @ weight.T).isnan().all(), "reading is loud"
+    assert weight.detach().isnan().all() and torch.zeros_like(weight).shape == weight.shape
+    assert weight.grad is None and not weight.requires_grad_(True).is_shared()
+    assert str(weight).startswith("Parameter containing"), str(weight)
 
 
 def gathering(setting):
@@ -948,6 +953,38 @@ def bypassed_unit():
     return message
 
 
+class Scale(torch.autograd.Function):
+    """Reads a weight where torch's functions are not asked, as code in C++ might."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, = ctx.saved_tensors
+        return None, (grad * x).sum(0, keepdim=True)
+
+
+class Bypass(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1, bias=False)
+
+    def forward(self, x):
+        return Scale.apply(x, self.layer.weight)
+
+
+def bypassed_unseen():
+    comm = zero_c.init()
+    model = Bypass()
+    opt = make_optimizer(model, comm, STAGE, [model.layer], prefetch=1)
+    message = error_of(lambda: model(torch.ones(2, 3)).sum().backward())
+    del opt
+    return message
+
+
 @misuse
 def replaced_layer(run):
     run.model.blocks[1].up = nn.Linear(WIDTH, 2 * WIDTH)
@@ -987,6 +1024,49 @@ def replaced_memory(run):
 @misuse
 def copied_model(run):
     run.model = copy.deepcopy(run.model)
+    use(run)
+
+
+@misuse
+def penalty_on_weights(run):
+    loss = run.loss() + sum(p.square().sum() for p in run.model.blocks[1].parameters())
+    loss.backward()
+
+
+@misuse
+def weight_used_by_another_module(run):
+    embedding, up = run.model.embedding, run.model.blocks[1].up
+    run.model.embedding.register_forward_hook(lambda *_: embedding.weight[:3] @ torch.cat([up.weight, up.weight]).T)
+    use(run)
+
+
+@misuse
+def copied_parameter(run):
+    with torch.no_grad():
+        run.kept = [p.clone() for p in run.model.blocks[1].parameters()]
+
+
+@misuse
+def saved_parameter(run):
+    torch.save(list(run.model.blocks[1].parameters()), io.BytesIO())
+
+
+@misuse
+def written_by_a_list_function(run):
+    with torch.no_grad():
+        torch._foreach_add_(list(run.model.blocks[1].up.parameters()), 1.0)
+
+
+@misuse
+def written_as_a_result(run):
+    weight = run.model.blocks[1].up.weight
+    with torch.no_grad():
+        torch.zeros(weight.shape, out=weight)
+
+
+@misuse
+def guard_overwritten_behind_its_class(run):
+    run.model.blocks[1].up.weight.data.zero_()
     use(run)
 
 

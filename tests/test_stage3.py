@@ -197,8 +197,15 @@ TOLD = {
     "loaded_by_assignment": [r"blocks\.\d|embedding", "replaced|another|not the|gathered"],
     "half": [r"blocks\.\d|embedding", "dtype|float16|replaced|half"],
     "one_unit_in_another_dtype": [r"blocks\.1", "dtype|float64|replaced"],
-    "replaced_memory": [r"blocks\.1\.up\.weight", "replaced|memory", "gathered|new ShardedOptimizer"],
+    "replaced_memory": [r"blocks\.1\.up\.weight", "is written", "write=True"],
     "copied_model": ["cop(y|ied)", "new ShardedOptimizer|own|original"],
+    "penalty_on_weights": [r"blocks\.1\.norm1", "is used", "weight_decay", "full_param", "units="],
+    "weight_used_by_another_module": [r"blocks\.1\.up\.weight", "is used", r"unit 'blocks\.1'", "units="],
+    "copied_parameter": [r"blocks\.1", "is copied", "gathered"],
+    "saved_parameter": [r"blocks\.1", "is copied", "gathered"],
+    "written_by_a_list_function": [r"blocks\.1\.up", "is written", "write=True"],
+    "written_as_a_result": [r"blocks\.1\.up\.weight", "is written", "write=True"],
+    "guard_overwritten_behind_its_class": [r"blocks\.1\.up\.weight", "was written", "write=True"],
     "guard_overwritten": [r"blocks\.1\.up\.weight", "written|overwritten", "gathered"],
     "guard_initialised": [r"blocks\.1\.up\.bias", "written|overwritten", "gathered"],
     "guard_of_the_root_overwritten": [r"head\.weight", "written|overwritten", "gathered"],
@@ -285,7 +292,8 @@ def test_weights_of_other_dtypes_stay_whole(groups):
 
 
 def test_a_unit_that_is_never_called(groups):
-    check_told(groups(2).run(rank_stage3.bypassed_unit, deadline=60), ["out_proj", "never called", "units="])
+    check_told(groups(2).run(rank_stage3.bypassed_unit, deadline=60), ["out_proj", "is used", "units="])
+    check_told(groups(2).run(rank_stage3.bypassed_unseen, deadline=60), [r"layer\.weight", "never called", "units="])
 
 
 def test_a_second_optimizer_is_refused(groups):

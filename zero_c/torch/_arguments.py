@@ -2,6 +2,10 @@
 
 import torch
 
+import zero_c
+
+from ._guard import GuardedParameter
+
 DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 # Wrappers that shard or synchronise on their own, by the name of their class.
@@ -112,6 +116,8 @@ def check_tensor(tensor, name, active_hook, meta=False):
     kind = type(tensor)
     if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
         raise ValueError(f"parameter '{name}' is not initialised yet (a lazy module): run one forward first")
+    if kind is GuardedParameter:
+        raise zero_c.Error(f"parameter '{name}' is in the shards of another ShardedOptimizer already; keep one optimizer for it")
     if kind not in (torch.Tensor, torch.nn.Parameter):
         raise TypeError(f"parameter '{name}' is a {kind.__module__}.{kind.__qualname__}; tensor subclasses, DTensor "
                         f"among them, are not supported, pass plain parameters")

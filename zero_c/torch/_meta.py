@@ -18,7 +18,8 @@ import torch
 import zero_c
 
 from ._arguments import dense_strides
-from ._place import flat, nan_guard
+from ._guard import nan_guard
+from ._place import flat
 
 
 class Replacement:

@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import gc
-import math
 
 import numpy
 import torch
@@ -11,6 +10,7 @@ import torch
 import zero_c
 from zero_c import _core
 
+from . import _guard
 from ._arguments import dense_strides, overlaps_itself
 
 # DLPack's codes of the dtypes that the engine takes.
@@ -51,13 +51,8 @@ def load_sharded(engine, tensors, later):
         views[index] = tensor.data
         if tensor.numel():
             views[index] = torch.from_dlpack(engine.param_dlpack(index, tuple(tensor.shape), strides))
-            tensor.data = nan_guard(tensor)
+            tensor.data = _guard.nan_guard(tensor)
     return views
-
-
-def nan_guard(tensor):
-    """One NaN of the tensor's own, expanded to its shape."""
-    return torch.full((), math.nan, dtype=tensor.dtype).expand(tensor.shape)
 
 
 def make_windows(engine, units, views, places):
@@ -69,7 +64,8 @@ def make_windows(engine, units, views, places):
         for _, parameter in unit.members:
             guard = parameter.data if parameter.numel() else None
             rows.append((parameter, views[id(parameter)], guard, *places.get(id(parameter), (None, None))))
-        unit.window = _core.Window(rows, describe, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
+        unit.window = _core.Window(rows, describe, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+                                    torch.nn.Parameter, _guard.GuardedParameter)
         unit.first_address, size = engine.unit_range(unit.index)
         unit.last_address = unit.first_address + size
 
@@ -156,7 +152,7 @@ class Guards:
     def of(self, tensor):
         key = (tensor.shape, tensor.dtype)
         if key not in self._made:
-            self._made[key] = torch.full((), math.nan, dtype=tensor.dtype).expand(tensor.shape)
+            self._made[key] = _guard.nan_guard(tensor)
         return self._made[key]
 
 

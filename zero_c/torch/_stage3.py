@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import zero_c
 
-from . import _units
+from . import _guard, _units
 
 graph_task = torch._C._current_graph_task_id
 next_node_number = torch._C._autograd._get_sequence_nr
@@ -74,14 +74,13 @@ def made_by(tensor):
     return [node for node in (tensor.grad_fn, base.grad_fn if base is not None else None) if node is not None]
 
 
-# Runtimes whose parameters another optimizer must not step: it would change guards, or do nothing.
-_runtimes = weakref.WeakSet()
+# Another optimizer must not step sharded parameters: it would change guards, or do nothing.
 _watching = []  # the handle of refuse_step, once there is a runtime
 
 
 def refuse_step(optimizer, arguments, keywords):
     """Before the step of any torch optimizer: one of another kind has no business with sharded parameters."""
-    for runtime in _runtimes:
+    for runtime in _guard.runtimes:
         if optimizer is runtime.owner():
             continue
         for group in optimizer.param_groups:
@@ -207,7 +206,7 @@ class Runtime:
         ranges = sorted((unit.first_address, unit.last_address, unit.index) for unit in self.used if unit.last_address)
         self.range_starts, self.ranges = [first for first, _, _ in ranges], ranges
         self.handles = []
-        _runtimes.add(self)
+        _guard.runtimes.add(self)
         if not _watching:
             _watching.append(register_optimizer_step_pre_hook(refuse_step))
         for unit in self.used:
@@ -493,6 +492,9 @@ class Runtime:
 
     def name_of(self, parameter):
         return next(name for unit in self.used for name, member in unit.members if member is parameter)
+
+    def unit_around(self, parameter):
+        return next(unit for unit in self.used if any(member is parameter for _, member in unit.members))
 
     def is_held(self, parameter):
         """Whether a parameter has values of its own just now."""

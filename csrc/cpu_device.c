@@ -9,8 +9,9 @@
 #include "cpu_slots.h"
 #include "cpu_threads.h"
 #include "device.h"
+#include "device_step.h"
+#include "strides.h"
 
-#include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,7 +20,6 @@
 
 #define GRAIN_ELEMS ((size_t)32 << 10) /* below this a second thread costs more than it saves */
 #define STREAM_COPY_BYTES ((size_t)4 << 20)
-#define MAX_DIMS 64
 
 typedef struct cpu_device {
     zc_device device;
@@ -213,30 +213,16 @@ static void pack_row(char *to, const char *from, size_t elem_bytes, size_t elems
 static zc_status cpu_pack(zc_device *device, zc_stream *stream, void *to, const void *from, size_t elem_bytes,
                           int dims, const int64_t *shape, const int64_t *strides)
 {
-    if (dims < 0 || dims > MAX_DIMS)
-        return zc_fail(ZC_EINVAL, "a tensor of %d dimensions cannot be packed; at most %d are possible", dims,
-                       MAX_DIMS);
-    /* Dimensions of one element vanish, neighbours that are one run are joined. */
-    int64_t extent[MAX_DIMS], step[MAX_DIMS];
-    int kept = 0;
-    for (int d = 0; d < dims; d++) {
-        if (shape[d] == 0)
-            return ZC_OK;
-        if (shape[d] == 1)
-            continue;
-        if (kept && step[kept - 1] == shape[d] * strides[d]) {
-            extent[kept - 1] *= shape[d];
-            step[kept - 1] = strides[d];
-        } else {
-            extent[kept] = shape[d];
-            step[kept++] = strides[d];
-        }
-    }
-    if (kept == 0 || (kept == 1 && step[0] == 1))
-        return cpu_copy(device, stream, to, from, (kept ? (size_t)extent[0] : 1) * elem_bytes);
+    strides_joined joined;
+    ZC_TRY(strides_join(dims, shape, strides, &joined));
+    if (joined.elems == 0)
+        return ZC_OK;
+    if (joined.contiguous)
+        return cpu_copy(device, stream, to, from, joined.elems * elem_bytes);
 
-    int inner = kept - 1;
-    int64_t index[MAX_DIMS] = {0};
+    int inner = joined.dims - 1;
+    const int64_t *extent = joined.extent, *step = joined.step;
+    int64_t index[STRIDES_MAX_DIMS] = {0};
     char *row_to = to;
     const char *row_from = from;
     size_t row_elems = (size_t)extent[inner];
@@ -357,56 +343,13 @@ static zc_status cpu_scale(zc_device *device, zc_stream *stream, void *to, const
 
 /* ---- the step --------------------------------------------------------------------- */
 
-static double global_norm(const device_step_args *args)
-{
-    if (args->stats->nan_ranks)
-        return NAN;
-    if (args->stats->inf_ranks)
-        return INFINITY;
-    return args->norm_factor * sqrt(optim_sum_value(args->stats->sum_squares));
-}
-
-/* What makes a gradient of norm `norm` one of at most max_norm; NaN for a NaN norm, as in torch. */
-static double clip_coefficient(double max_norm, double norm)
-{
-    double coefficient = max_norm / (norm + 1e-6);
-    return coefficient > 1 ? 1 : coefficient;
-}
-
-static uint64_t used_ranks(const device_stats *stats, size_t segment)
-{
-    return stats->used[segment / 4] >> (16 * (segment % 4)) & 0xffffu;
-}
-
 /* Not inlined: its arithmetic must stay between the calls that set the floating-point mode. */
 static __attribute__((noinline)) void decide_step(const device_step_args *args)
 {
-    const device_stats *stats = args->stats;
-    device_step step = {.norm = NAN};
-    if (args->want_norm || args->max_norm > 0)
-        step.norm = global_norm(args);
-    step.nonfinite = stats->inf_ranks > stats->nan_ranks ? stats->inf_ranks : stats->nan_ranks;
-    step.skipped = args->skip_nonfinite && step.nonfinite;
-    step.grad_factor = args->base_factor * args->clip_factor;
-    if (args->max_norm > 0)
-        step.grad_factor *= clip_coefficient(args->max_norm, step.norm);
-    *args->result = step;
-
-    for (size_t i = 0; i < args->segments; i++) {
-        device_segment *segment = &args->segment[i];
-        optim_segment_scalars *scalars = &args->scalars[i];
-        if (step.skipped || used_ranks(stats, i) == 0) {
-            memset(scalars, 0, sizeof *scalars);
-            continue;
-        }
-        segment->step++;
-        optim_scalars(args->rule, &args->options[segment->group], segment->step, step.grad_factor, scalars);
-        if (scalars->flags & OPTIM_MOMENTUM) {
-            if (!segment->has_momentum)
-                scalars->flags |= OPTIM_FIRST;
-            segment->has_momentum = 1;
-        }
-    }
+    uint32_t digits[OPTIM_SUM_DIGITS];
+    *args->result = device_step_decide(args, digits);
+    for (size_t i = 0; i < args->segments; i++)
+        device_step_segment(args, args->result, i);
 }
 
 static zc_status cpu_step_scalars(zc_device *device, zc_stream *stream, const device_step_args *args)
@@ -509,6 +452,12 @@ static zc_status cpu_synchronize(zc_device *device, zc_stream *stream)
     return ZC_OK;
 }
 
+static zc_status cpu_order(zc_device *device, zc_stream *before, zc_stream *after)
+{
+    (void)device, (void)before, (void)after;
+    return ZC_OK;
+}
+
 static void cpu_destroy(zc_device *device)
 {
     cpu_threads_destroy(of(device)->threads);
@@ -538,6 +487,7 @@ static const device_ops cpu_ops = {
     .upload = cpu_copy,
     .download = cpu_copy,
     .synchronize = cpu_synchronize,
+    .order = cpu_order,
     .destroy = cpu_destroy,
 };
 

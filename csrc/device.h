@@ -74,6 +74,7 @@ typedef struct device_update_args {
     zc_dtype param_dtype;
     const device_span *spans; /* ascending, within one shard */
     size_t span_count;
+    size_t extent;            /* elements of the shard; no span ends after it */
     const optim_segment_scalars *scalars;
     /* first element of the shard in each array; NULL where there is none */
     void *param, *master, *m, *v, *vmax;
@@ -133,6 +134,8 @@ typedef struct device_ops {
     /* Device memory to host memory; blocks until the stream has reached it. */
     zc_status (*download)(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes);
     zc_status (*synchronize)(zc_device *device, zc_stream *stream);
+    /* What is enqueued on `after` from now on runs after what has been enqueued on `before`. */
+    zc_status (*order)(zc_device *device, zc_stream *before, zc_stream *after);
     void (*destroy)(zc_device *device);
 } device_ops;
 

@@ -4,12 +4,11 @@
  *
  * Each operation is rounded once, in the order written; the compiler must not
  * contract a multiplication and an addition (-ffp-contract=off, -fmad=false).
- * `decoupled` and `flags` are constants at every call, so that the branches
- * vanish and the loop around the call is vectorised.
+ * `decoupled` and `flags` are constants at every call on the CPU, so that the
+ * branches vanish and the loop around the call is vectorised.
  *
  * The functions exist for fp32 (suffix _f) and fp64 (_d): the file includes
- * itself once for each.  ELEM_FN is the function qualifier; a compiler of
- * device code defines it before including this file.
+ * itself once for each.
  */
 #ifndef ELEM_REAL
 
@@ -19,10 +18,6 @@
 #include "optim.h"
 
 #include <math.h>
-
-#ifndef ELEM_FN
-#define ELEM_FN static inline
-#endif
 
 #define ELEM_REAL float
 #define ELEM_SCALARS optim_scalars_f
@@ -49,8 +44,8 @@
 #else /* one arithmetic type */
 
 /* Adam; `decoupled` is AdamW's weight decay. vmax is used with OPTIM_AMSGRAD only. */
-ELEM_FN void ELEM(elem_adam)(const ELEM_SCALARS *s, int decoupled, unsigned flags, ELEM_REAL sum,
-                             ELEM_REAL *param, ELEM_REAL *exp_avg, ELEM_REAL *exp_avg_sq, ELEM_REAL *vmax)
+ZC_FN void ELEM(elem_adam)(const ELEM_SCALARS *s, int decoupled, unsigned flags, ELEM_REAL sum,
+                           ELEM_REAL *param, ELEM_REAL *exp_avg, ELEM_REAL *exp_avg_sq, ELEM_REAL *vmax)
 {
     ELEM_REAL p = *param;
     ELEM_REAL g = s->grad_factor * sum;
@@ -76,8 +71,8 @@ ELEM_FN void ELEM(elem_adam)(const ELEM_SCALARS *s, int decoupled, unsigned flag
 }
 
 /* SGD; buffer is used with OPTIM_MOMENTUM only. */
-ELEM_FN void ELEM(elem_sgd)(const ELEM_SCALARS *s, unsigned flags, ELEM_REAL sum, ELEM_REAL *param,
-                            ELEM_REAL *buffer)
+ZC_FN void ELEM(elem_sgd)(const ELEM_SCALARS *s, unsigned flags, ELEM_REAL sum, ELEM_REAL *param,
+                          ELEM_REAL *buffer)
 {
     ELEM_REAL p = *param;
     ELEM_REAL g = s->grad_factor * sum;

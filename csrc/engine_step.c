@@ -100,13 +100,14 @@ static zc_status update_piece(zc_engine *engine, engine_space *space, size_t b, 
 {
     size_t row = b * engine_pieces(engine) + piece, state_begin;
     const void *sums;
-    engine_piece(engine, space, b, piece, &state_begin);
+    partition_range range = engine_piece(engine, space, b, piece, &state_begin);
     ZC_TRY(bucket_sums(engine, space, b, piece, &sums));
     device_update_args args = {
         .rule = engine->config.rule,
         .param_dtype = space->dtype,
         .spans = space->spans + space->span_first[row],
         .span_count = space->span_first[row + 1] - space->span_first[row],
+        .extent = range.end - range.begin,
         .scalars = engine->scalars,
         .param = param,
         .master = engine_at(space->master, state_begin, zc_dtype_master_bytes(space->dtype)),

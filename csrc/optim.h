@@ -10,6 +10,7 @@
 #ifndef ZC_OPTIM_H
 #define ZC_OPTIM_H
 
+#include "zc_dtype.h"
 #include "zc_status.h"
 
 #include <stddef.h>
@@ -90,10 +91,11 @@ void optim_scalars(optim_rule rule, const optim_options *options, uint64_t step,
  */
 #define OPTIM_SUM_WORDS 68u
 
-static inline void optim_sum_add(uint64_t words[OPTIM_SUM_WORDS], double value)
+/* The three digits of a finite value >= 0; the first belongs to the word whose number is returned. */
+ZC_FN unsigned optim_sum_split(double value, uint32_t digits[3])
 {
     uint64_t bits;
-    __builtin_memcpy(&bits, &value, sizeof bits);
+    memcpy(&bits, &value, sizeof bits);
     unsigned exponent = (unsigned)(bits >> 52) & 0x7ffu;
     uint64_t mantissa = bits & 0xfffffffffffffull;
     if (exponent)
@@ -101,11 +103,22 @@ static inline void optim_sum_add(uint64_t words[OPTIM_SUM_WORDS], double value)
     else
         exponent = 1;
     unsigned shift = exponent - 1; /* value = mantissa * 2^shift * 2^-1074 */
-    unsigned word = shift >> 5, low = shift & 31u;
-    unsigned __int128 wide = (unsigned __int128)mantissa << low; /* up to 84 bits: three digits */
-    words[word] += (uint32_t)wide;
-    words[word + 1] += (uint32_t)(wide >> 32);
-    words[word + 2] += (uint32_t)(wide >> 64);
+    unsigned low = shift & 31u;
+    uint64_t high = mantissa >> 32 << low; /* the mantissa has 53 bits: no bit is lost */
+    uint64_t rest = (mantissa & 0xffffffffu) << low;
+    high += rest >> 32;
+    digits[0] = (uint32_t)rest;
+    digits[1] = (uint32_t)high;
+    digits[2] = (uint32_t)(high >> 32);
+    return shift >> 5;
+}
+
+static inline void optim_sum_add(uint64_t words[OPTIM_SUM_WORDS], double value)
+{
+    uint32_t digits[3];
+    unsigned word = optim_sum_split(value, digits);
+    for (unsigned k = 0; k < 3; k++)
+        words[word + k] += digits[k];
 }
 
 /* The accumulated sum, rounded once to the nearest double (inf if too large). */

@@ -11,6 +11,9 @@
  * zero, and no bit of the master is stored twice.  A NaN master is made
  * canonical (0x7fc00000) first, because rounding could carry a NaN whose
  * payload is small into an infinity.
+ *
+ * ZC_FN is the qualifier of functions that run on every device; a compiler of
+ * device code defines it before including any header of the core.
  */
 #ifndef ZC_DTYPE_H
 #define ZC_DTYPE_H
@@ -18,6 +21,10 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+
+#ifndef ZC_FN
+#define ZC_FN static inline
+#endif
 
 typedef enum zc_dtype {
     ZC_FLOAT32 = 0,
@@ -57,26 +64,26 @@ static inline size_t zc_dtype_master_bytes(zc_dtype dtype)
     return dtype == ZC_BFLOAT16 ? 2 : dtype == ZC_FLOAT16 ? 4 : 0;
 }
 
-static inline uint32_t zc_float_bits(float value)
+ZC_FN uint32_t zc_float_bits(float value)
 {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
 }
 
-static inline float zc_bits_float(uint32_t bits)
+ZC_FN float zc_bits_float(uint32_t bits)
 {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-static inline float zc_bf16_to_float(uint16_t half)
+ZC_FN float zc_bf16_to_float(uint16_t half)
 {
     return zc_bits_float((uint32_t)half << 16);
 }
 
-static inline uint16_t zc_float_to_bf16(float value)
+ZC_FN uint16_t zc_float_to_bf16(float value)
 {
     uint32_t bits = zc_float_bits(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u)
@@ -85,13 +92,13 @@ static inline uint16_t zc_float_to_bf16(float value)
 }
 
 /* The fp32 master of a bf16 parameter. */
-static inline float zc_master_join(uint16_t half, int16_t remainder)
+ZC_FN float zc_master_join(uint16_t half, int16_t remainder)
 {
     return zc_bits_float(((uint32_t)half << 16) + (uint32_t)(int32_t)remainder);
 }
 
 /* Splits a master; *half is the parameter, *remainder the rest. */
-static inline void zc_master_split(float master, uint16_t *half, int16_t *remainder)
+ZC_FN void zc_master_split(float master, uint16_t *half, int16_t *remainder)
 {
     uint32_t bits = zc_float_bits(master);
     if ((bits & 0x7fffffffu) > 0x7f800000u)

@@ -5,7 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PYTEST := $(VENV)/bin/pytest -q
 # Python files are used where they lie; these ask for a new build.
-SOURCES := setup.py pyproject.toml $(wildcard csrc/*.c csrc/*.h)
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*.[ch] csrc/cuda/*)
 
 .PHONY: help venv demo test long asan tsan bench lint clean
 
@@ -44,7 +44,7 @@ long: venv
 ASAN_LIB := build/asan
 asan: venv
 	$(PYTEST) tests/test_c.py -k "address"
-	ZERO_C_SANITIZE=address $(RUN) setup.py -q build --build-lib $(ASAN_LIB) --build-temp $(ASAN_LIB)-objects
+	ZERO_C_CUDA=0 ZERO_C_SANITIZE=address $(RUN) setup.py -q build --build-lib $(ASAN_LIB) --build-temp $(ASAN_LIB)-objects
 	LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
 		PYTHONPATH=$(ASAN_LIB) \
 		$(PYTEST) tests/test_dlpack.py tests/test_numpy_api.py

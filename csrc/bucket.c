@@ -148,7 +148,7 @@ static zc_status take_turn(zc_engine *engine, engine_space *space, size_t b, int
 zc_status bucket_post_ready(zc_engine *engine, engine_space *space, size_t b)
 {
     int moved = 1;
-    if (engine->comm->ops->ordered) {
+    if (engine_is_ordered(engine)) {
         while (moved && engine->next_turn < engine->turns) {
             engine_turn turn = engine->sequence[engine->next_turn];
             ZC_TRY(take_turn(engine, &engine->spaces[turn.space], turn.bucket, &moved));
@@ -258,11 +258,14 @@ zc_status zc_engine_drain(zc_engine *engine)
             int done = 0;
             if (space->buckets[b].state != BUCKET_POSTED)
                 continue;
-            ZC_TRY(comm_wait_some(space->channel, space->buckets[b].ticket, engine->stream, engine->patience_ns, &done));
+            if (engine_is_ordered(engine)) /* what is still under way has room of its own */
+                ZC_TRY(comm_test(space->channel, space->buckets[b].ticket, engine->stream, &done));
+            else
+                ZC_TRY(comm_wait_some(space->channel, space->buckets[b].ticket, engine->stream, engine->patience_ns, &done));
             if (done)
                 ZC_TRY(settle(engine, space, b));
             else
-                engine->waited_out = 1;
+                engine->waited_out = !engine_is_ordered(engine);
         }
         ZC_TRY(bucket_advance_low(engine, space));
     }
@@ -271,7 +274,7 @@ zc_status zc_engine_drain(zc_engine *engine)
 
 /* ---- the end of a round ------------------------------------------------------- */
 
-static zc_status wait_low(zc_engine *engine, engine_space *space)
+zc_status bucket_wait_low(zc_engine *engine, engine_space *space)
 {
     engine_bucket *bucket = &space->buckets[space->low];
     if (bucket->state == BUCKET_POSTED) {
@@ -319,7 +322,7 @@ zc_status bucket_flush(zc_engine *engine, unsigned char *const *masks, const voi
         engine_turn turn = engine->sequence[t];
         engine_space *space = &engine->spaces[turn.space];
         while (!bucket_has_room(engine, space, turn.bucket))
-            ZC_TRY(wait_low(engine, space));
+            ZC_TRY(bucket_wait_low(engine, space));
         if (masks && !masks[turn.space][turn.bucket]) {
             space->buckets[turn.bucket].state = BUCKET_DONE;
             ZC_TRY(bucket_post_ready(engine, space, turn.bucket));
@@ -330,7 +333,7 @@ zc_status bucket_flush(zc_engine *engine, unsigned char *const *masks, const voi
     for (size_t t = 0; t < engine->turns; t++) {
         engine_space *space = &engine->spaces[engine->sequence[t].space];
         while (space->low <= engine->sequence[t].bucket)
-            ZC_TRY(wait_low(engine, space));
+            ZC_TRY(bucket_wait_low(engine, space));
     }
     for (size_t s = 0; s < engine->space_count; s++) {
         engine_space *space = &engine->spaces[s];

@@ -13,6 +13,9 @@ zc_status bucket_post_ready(zc_engine *engine, engine_space *space, size_t b);
 /* Takes note of reductions that are over, from the lowest bucket that is not DONE on. */
 zc_status bucket_advance_low(zc_engine *engine, engine_space *space);
 
+/* Makes the stream wait for the lowest bucket that is not DONE, which is then. */
+zc_status bucket_wait_low(zc_engine *engine, engine_space *space);
+
 /* A parameter's part of bucket b: its gradient (zeros if NULL), and zeros for what pads it. */
 zc_status bucket_fill_part(zc_engine *engine, engine_space *space, size_t b, const engine_param *param,
                            const char *grad);

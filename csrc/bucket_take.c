@@ -47,6 +47,10 @@ static zc_status wait_for_room(zc_engine *engine, engine_space *space, size_t b)
         for (size_t k = space->low; k + space->slots <= b; k++)
             if (space->buckets[k].state < BUCKET_POSTED)
                 return ZC_OK; /* gradients come in another order: room depends on this rank itself */
+        if (engine_is_ordered(engine) && engine->config.stage < 3) {
+            ZC_TRY(bucket_wait_low(engine, space)); /* the stream waits, and nobody needs it to go on: no gathers */
+            continue;
+        }
         ZC_TRY(comm_wait_some(space->channel, space->buckets[space->low].ticket, engine->stream,
                               engine->patience_ns, &done));
         if (!done)

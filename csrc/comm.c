@@ -89,6 +89,12 @@ void comm_region_free(comm_region *region)
         region->channel->comm->ops->region_free(region);
 }
 
+zc_status comm_reserve(comm_channel *channel, size_t count, zc_dtype dtype, size_t *bytes)
+{
+    *bytes = 0;
+    return channel->comm->ops->reserve ? channel->comm->ops->reserve(channel, count, dtype, bytes) : ZC_OK;
+}
+
 /* ---- operations on regions --------------------------------------------- */
 
 zc_status comm_reduce_scatter(comm_channel *channel, zc_stream *stream, const comm_reduce_args *args,
@@ -183,6 +189,11 @@ zc_status comm_wait_some(comm_channel *channel, comm_ticket ticket, zc_stream *s
 zc_status comm_progress(zc_comm *comm)
 {
     return comm->ops->progress(comm);
+}
+
+zc_status comm_watch(zc_comm *comm, const char *what)
+{
+    return comm->ops->watch(comm, what);
 }
 
 zc_status comm_exchange(comm_channel *channel, uint32_t tag, const char *what, const void *record, void *records,

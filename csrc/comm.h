@@ -14,9 +14,9 @@
  * call; the call does not wait for it.  It hands out a ticket.  comm_test
  * tells whether work enqueued on `stream` from now on is ordered after the
  * whole operation: its result is there *and* every peer has finished with this
- * rank's memory.  On a backend with real streams that is always so (the stream
- * is made to wait); on the CPU it means "it is done".  comm_wait makes it so,
- * blocking the host if it must.  Ticket 0 is an operation that is done.
+ * rank's memory.  comm_wait makes it so: on a backend with real streams by making
+ * the stream wait, on the CPU by blocking the host.  Ticket 0 is an operation
+ * that is done.
  *
  * Waiting.  Every wait makes progress on all channels of all communicators
  * that share this one's processes, returns to the interrupt callback at least
@@ -95,11 +95,15 @@ typedef struct comm_reduce_args {
 typedef struct comm_ops {
     const char *name;
     int ordered;
+    /* Where regions are: a device for an engine, and the number of its GPU. NULL: in host memory. */
+    zc_status (*device)(zc_comm *comm, zc_device **out);
+    int (*gpu)(const zc_comm *comm);
     zc_status (*channel_open)(zc_comm *comm, const char *name, uint32_t tags, comm_channel **out);
     void (*channel_close)(comm_channel *channel);
     zc_status (*region_alloc)(comm_channel *channel, size_t bytes, unsigned flags, comm_region **out);
     zc_status (*region_grow)(comm_region *region, size_t bytes);
     void (*region_free)(comm_region *region);
+    zc_status (*reserve)(comm_channel *channel, size_t count, zc_dtype dtype, size_t *bytes); /* NULL: nothing to do */
     zc_status (*reduce_scatter)(comm_channel *channel, zc_stream *stream, const comm_reduce_args *args,
                                 comm_ticket *ticket);
     zc_status (*all_gather)(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
@@ -116,6 +120,7 @@ typedef struct comm_ops {
     zc_status (*wait_some)(comm_channel *channel, comm_ticket ticket, zc_stream *stream, uint64_t limit_ns,
                            int *done);
     zc_status (*progress)(zc_comm *comm);
+    zc_status (*watch)(zc_comm *comm, const char *what);
     zc_status (*exchange)(comm_channel *channel, uint32_t tag, const char *what, const void *record,
                           void *records, size_t bytes);
 
@@ -162,6 +167,13 @@ zc_status comm_region_grow(comm_region *region, size_t bytes);
 /* Local. No operation may be pending on it on any rank. NULL is allowed. */
 void comm_region_free(comm_region *region);
 
+/*
+ * Local.  Makes the memory that reductions with slices of up to `count` elements
+ * need, which must come before them: in the middle of training a backend may not
+ * be able to allocate without waiting for its peers.  *bytes is what it took now.
+ */
+zc_status comm_reserve(comm_channel *channel, size_t count, zc_dtype dtype, size_t *bytes);
+
 zc_status comm_reduce_scatter(comm_channel *channel, zc_stream *stream, const comm_reduce_args *args,
                               comm_ticket *ticket);
 
@@ -207,6 +219,14 @@ zc_status comm_wait_some(comm_channel *channel, comm_ticket ticket, zc_stream *s
 
 /* Does what can be done without waiting, on all channels. */
 zc_status comm_progress(zc_comm *comm);
+
+/*
+ * For a thread beside the one that calls: whether the group can go on, while
+ * `what` waits by other means for every rank of it.  The reason why it has
+ * failed; or ZC_EPEERLOST, and the group fails, when a rank has closed or is
+ * gone.  Never waits, and does not count as a call of this rank.
+ */
+zc_status comm_watch(zc_comm *comm, const char *what);
 
 /*
  * Host-side all-gather of small records, blocking: records[q] becomes rank q's

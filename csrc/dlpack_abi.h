@@ -27,7 +27,7 @@
 #define DL_NAME_EXCHANGE "dlpack_exchange_api"
 
 /* Device types of memory that the CPU can address. */
-enum { DL_CPU = 1, DL_CUDA_PINNED = 3, DL_CUDA_MANAGED = 13 };
+enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_PINNED = 3, DL_CUDA_MANAGED = 13 };
 
 /* Type codes; an element has `bits` bits times `lanes`. */
 enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_BOOL = 6 };

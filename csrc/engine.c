@@ -94,7 +94,10 @@ static zc_status reserve_rest(zc_engine *engine, engine_space *space)
     if (space->frozen)
         return ZC_OK;
 
-    space->slot_bytes = partition_most_shard(&space->plan) * engine->ranks * space->elem_bytes;
+    size_t most = partition_most_shard(&space->plan), reserved;
+    space->slot_bytes = most * engine->ranks * space->elem_bytes;
+    ZC_TRY(comm_reserve(space->channel, most, space->dtype, &reserved));
+    engine->memory.buffers += reserved;
     if (stage == 1) {
         space->slots = space->plan.buckets;
         ZC_TRY(comm_region_alloc(space->channel, total * space->elem_bytes, 0, &space->window));
@@ -379,6 +382,58 @@ zc_status zc_engine_load_param(zc_engine *engine, size_t index, const void *valu
         return ZC_OK; /* the one copy is rank 0's */
     return engine->device->ops->upload(engine->device, engine->stream, zc_engine_param(engine, index), values, bytes);
 }
+
+zc_status zc_engine_load_from_device(zc_engine *engine, size_t index, const void *values)
+{
+    if (index >= engine->param_count)
+        return zc_fail(ZC_EINVAL, "parameter %zu of %zu", index, engine->param_count);
+    const engine_param *param = &engine->params[index];
+    size_t bytes = param->elems * engine->spaces[param->space].elem_bytes;
+    if (!bytes)
+        return ZC_OK;
+    char *host = zc_malloc(bytes);
+    zc_status status = host ? engine->device->ops->download(engine->device, engine->stream, host, values, bytes)
+                            : zc_fail(ZC_ENOMEM, "rank %zu: no memory to load %s", engine->rank,
+                                      engine_param_name(engine, index));
+    if (status == ZC_OK)
+        status = zc_engine_load_param(engine, index, host);
+    else if (engine->config.stage == 3) /* the peers are on their way into a broadcast */
+        comm_poison(engine->comm, status, zc_last_error());
+    zc_free(host);
+    return status;
+}
+
+zc_status zc_engine_copy_param(zc_engine *engine, size_t index, void *to)
+{
+    if (index >= engine->param_count)
+        return zc_fail(ZC_EINVAL, "parameter %zu of %zu", index, engine->param_count);
+    if (engine->config.stage == 3)
+        return zc_fail(ZC_EINVAL, "rank %zu: at stage 3 no rank has %s; fetch it", engine->rank,
+                       engine_param_name(engine, index));
+    const engine_param *param = &engine->params[index];
+    return engine->device->ops->copy(engine->device, engine->stream, to, zc_engine_param(engine, index),
+                                     param->elems * engine->spaces[param->space].elem_bytes);
+}
+
+/* ---- streams ---------------------------------------------------------------- */
+
+zc_status zc_engine_use_stream(zc_engine *engine, void *stream)
+{
+    if (stream == engine->stream)
+        return ZC_OK;
+    ZC_TRY(zc_engine_order(engine, stream));
+    engine->stream = stream;
+    return ZC_OK;
+}
+
+zc_status zc_engine_order(zc_engine *engine, void *stream)
+{
+    if (stream == engine->stream)
+        return ZC_OK;
+    return engine->device->ops->order(engine->device, engine->stream, stream);
+}
+
+/* ---- the end of loading ------------------------------------------------------ */
 
 zc_status zc_engine_publish(zc_engine *engine)
 {

@@ -236,6 +236,15 @@ static inline int engine_reads_peers(const zc_engine *engine)
     return engine->comm->ops->peer != NULL;
 }
 
+/*
+ * Whether operations are carried out in the order of their posting, by streams that
+ * wait for one another while the host goes on; otherwise the host sees to progress.
+ */
+static inline int engine_is_ordered(const zc_engine *engine)
+{
+    return engine->comm->ops->ordered;
+}
+
 static inline void *engine_at(void *array, size_t elem, size_t elem_bytes)
 {
     return array ? (char *)array + elem * elem_bytes : NULL;

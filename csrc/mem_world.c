@@ -335,6 +335,31 @@ static void mem_poison(zc_comm *comm, zc_status status, const char *why)
     mem_leave(group);
 }
 
+static zc_status mem_watch(zc_comm *comm, const char *what)
+{
+    mem_group *group = (mem_group *)comm;
+    mem_world *world = group->world;
+    size_t me = mem_name(group, group->public.rank);
+    if (forked(world))
+        return zc_fail(ZC_ESTATE, "rank %zu: a forked child has no communicator", me);
+    pthread_mutex_lock(&world->mutex);
+    zc_status status = mem_failure(group);
+    for (size_t q = 0; status == ZC_OK && q < group->public.ranks; q++) {
+        size_t lost = mem_name(group, q);
+        unsigned long long pid = world->control[lost]->pid;
+        if (q == group->public.rank)
+            continue;
+        if (atomic_load(&group->area[q]->closed))
+            status = mem_fail(group, ZC_EPEERLOST, "rank %zu (pid %llu) has closed its communicator; rank %zu waited for "
+                              "it in %s", lost, pid, me, what);
+        else if (world->provider->ops->dead(world->provider, lost))
+            status = mem_fail(group, ZC_EPEERLOST, "rank %zu (pid %llu) is gone; rank %zu waited for it in %s", lost,
+                              pid, me, what);
+    }
+    pthread_mutex_unlock(&world->mutex);
+    return status;
+}
+
 static void mem_close(zc_comm *comm)
 {
     mem_group *group = (mem_group *)comm;
@@ -453,6 +478,7 @@ const comm_ops mem_comm_ops = {
     .wait = mem_ticket_wait,
     .wait_some = mem_ticket_wait_some,
     .progress = mem_progress_all,
+    .watch = mem_watch,
     .exchange = mem_public_exchange,
     .array_all_reduce = mem_array_all_reduce,
     .array_reduce_scatter = mem_array_reduce_scatter,

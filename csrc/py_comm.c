@@ -446,6 +446,31 @@ static PyObject *comm_split_method(PyObject *self, PyObject *color_object)
     return wrap(Py_TYPE(self), out, ((py_comm *)self)->local_rank);
 }
 
+PyDoc_STRVAR(on_gpu_doc, "on_gpu(ordinal, plugin, nccl=None, deterministic=True)\n--\n\nThe same ranks, each with a GPU of "
+                         "its own, for engines that keep everything there. plugin: path of the CUDA part;\nnccl: of a "
+                         "libnccl to try. All ranks must call it.");
+
+static PyObject *comm_on_gpu(PyObject *self, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"ordinal", "plugin", "nccl", "deterministic", NULL};
+    const char *plugin, *nccl = NULL;
+    zc_comm *comm, *out = NULL;
+    int ordinal, deterministic = 1;
+    zc_status status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "is|zp:on_gpu", names, &ordinal, &plugin, &nccl, &deterministic)
+        || !(comm = py_comm_enter(self)))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_comm_on_gpu(comm, plugin, nccl, ordinal, deterministic, &out);
+    Py_END_ALLOW_THREADS
+    PyObject *done = finish(self, status, Py_NewRef(Py_None));
+    if (!done)
+        return NULL;
+    Py_DECREF(done);
+    return wrap(Py_TYPE(self), out, ((py_comm *)self)->local_rank);
+}
+
 /* ---- attributes ---------------------------------------------------------- */
 
 static PyObject *get_rank(py_comm *self, void *unused)
@@ -478,6 +503,12 @@ static PyObject *get_backend(py_comm *self, void *unused)
     return py_comm_check_open((PyObject *)self) ? NULL : PyUnicode_FromString(zc_comm_backend(self->comm));
 }
 
+static PyObject *get_gpu(py_comm *self, void *unused)
+{
+    (void)unused;
+    return py_comm_check_open((PyObject *)self) ? NULL : PyLong_FromLong(zc_comm_gpu(self->comm));
+}
+
 static PyObject *get_closed(py_comm *self, void *unused)
 {
     (void)unused;
@@ -502,6 +533,7 @@ static PyMethodDef comm_methods[] = {
     {"broadcast", KEYWORDS(comm_broadcast), broadcast_doc},
     {"barrier", comm_barrier_method, METH_NOARGS, "barrier()\n--\n\nReturns when all ranks have come here."},
     {"split", comm_split_method, METH_O, split_doc},
+    {"on_gpu", KEYWORDS(comm_on_gpu), on_gpu_doc},
     {"close", (PyCFunction)comm_close_method, METH_NOARGS, close_doc},
     {"__enter__", comm_enter, METH_NOARGS, NULL},
     {"__exit__", (PyCFunction)comm_exit, METH_VARARGS, NULL},
@@ -514,6 +546,7 @@ static PyGetSetDef comm_getset[] = {
     {"local_rank", (getter)get_local_rank, NULL, "Number of this rank on its host.", NULL},
     {"local_world_size", (getter)get_local_size, NULL, "Number of ranks of the group on this host.", NULL},
     {"backend", (getter)get_backend, NULL, "Name of the transport.", NULL},
+    {"gpu", (getter)get_gpu, NULL, "Number of this rank's GPU, where engines on it keep everything; -1: the CPU.", NULL},
     {"closed", (getter)get_closed, NULL, "Whether close() was called.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

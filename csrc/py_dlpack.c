@@ -42,8 +42,7 @@ dl_type py_dlpack_type(zc_dtype dtype)
     return (dl_type){codes[dtype], (uint8_t)(8 * zc_dtype_bytes(dtype)), 1};
 }
 
-/* The dtype of a DLPack element type, or PY_DTYPE_ANY if we have none for it. */
-static zc_dtype dtype_from_dlpack(dl_type type)
+zc_dtype py_dtype_from_dlpack(dl_type type)
 {
     for (int dtype = 0; dtype < ZC_DTYPE_COUNT; dtype++) {
         dl_type ours = py_dlpack_type((zc_dtype)dtype);
@@ -152,7 +151,7 @@ static int is_unknown_keyword(void)
     return result;
 }
 
-static PyObject *ask_for_capsule(PyObject *source)
+static PyObject *ask_for_capsule(PyObject *source, PyObject *stream)
 {
     PyObject *method = PyObject_GetAttrString(source, "__dlpack__");
     PyObject *none = NULL, *keywords = NULL, *capsule = NULL;
@@ -161,12 +160,13 @@ static PyObject *ask_for_capsule(PyObject *source)
         return NULL;
     none = PyTuple_New(0);
     keywords = Py_BuildValue("{s(II)}", "max_version", DL_MAJOR, DL_MINOR);
-    if (!none || !keywords)
+    if (!none || !keywords || (stream && PyDict_SetItemString(keywords, "stream", stream) < 0))
         goto done;
     capsule = PyObject_Call(method, none, keywords);
     if (!capsule && is_unknown_keyword()) {
         PyErr_Clear();
-        capsule = PyObject_Call(method, none, NULL);
+        if (PyDict_DelItemString(keywords, "max_version") == 0)
+            capsule = PyObject_Call(method, none, keywords);
     }
 done:
     Py_XDECREF(keywords);
@@ -241,29 +241,34 @@ static int convert_layout(const dl_tensor *tensor, size_t elem_bytes, const char
     return 0;
 }
 
-/* A NumPy array over a producer's memory, and its true dtype. */
-static PyObject *array_from_dlpack(PyObject *source, const char *what, zc_dtype *dtype)
+PyObject *py_dlpack_take(PyObject *source, PyObject *stream, const char *what, const dl_tensor **tensor, int *read_only)
 {
-    npy_intp shape[ZC_MAX_DIMS], strides_bytes[ZC_MAX_DIMS];
-    PyObject *capsule = NULL, *keeper = NULL, *array = NULL;
-    int writable = NPY_ARRAY_WRITEABLE;
-    const dl_tensor *tensor;
+    PyObject *capsule = ask_for_capsule(source, stream), *keeper;
 
-    if (check_device_of(source, what) || !(capsule = ask_for_capsule(source)))
+    if (!capsule)
         return NULL;
     keeper = take_from_capsule(capsule, what);
     Py_DECREF(capsule);
     if (!keeper)
         return NULL;
     void *managed = PyCapsule_GetPointer(keeper, KEEPER_NAME);
-    if (PyCapsule_GetContext(keeper)) {
-        tensor = &((dl_managed_versioned *)managed)->tensor;
-        if (((dl_managed_versioned *)managed)->flags & DL_FLAG_READ_ONLY)
-            writable = 0;
-    } else {
-        tensor = &((dl_managed *)managed)->tensor;
-    }
-    *dtype = dtype_from_dlpack(tensor->dtype);
+    int versioned = PyCapsule_GetContext(keeper) != NULL;
+    *tensor = versioned ? &((dl_managed_versioned *)managed)->tensor : &((dl_managed *)managed)->tensor;
+    *read_only = versioned && ((dl_managed_versioned *)managed)->flags & DL_FLAG_READ_ONLY;
+    return keeper;
+}
+
+/* A NumPy array over a producer's memory, and its true dtype. */
+static PyObject *array_from_dlpack(PyObject *source, const char *what, zc_dtype *dtype)
+{
+    npy_intp shape[ZC_MAX_DIMS], strides_bytes[ZC_MAX_DIMS];
+    PyObject *keeper, *array = NULL;
+    const dl_tensor *tensor;
+    int read_only;
+
+    if (check_device_of(source, what) || !(keeper = py_dlpack_take(source, NULL, what, &tensor, &read_only)))
+        return NULL;
+    *dtype = py_dtype_from_dlpack(tensor->dtype);
     if (check_device(tensor->device.type, what))
         goto done;
     if (*dtype == PY_DTYPE_ANY) {
@@ -276,7 +281,7 @@ static PyObject *array_from_dlpack(PyObject *source, const char *what, zc_dtype 
         goto done;
     char *data = tensor->data ? (char *)tensor->data + tensor->offset_bytes : NULL;
     array = PyArray_New(&PyArray_Type, tensor->dims, shape, numpy_type(*dtype), data ? strides_bytes : NULL, data, 0,
-                        writable, NULL);
+                        read_only ? 0 : NPY_ARRAY_WRITEABLE, NULL);
     if (array && data) {
         PyArray_UpdateFlags((PyArrayObject *)array, NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED);
         if (PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(keeper)))

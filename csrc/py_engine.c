@@ -141,6 +141,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     py_engine *self = (py_engine *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
+    self->gpu = -1;
     if (!(self->lock = PyThread_allocate_lock())) {
         PyErr_NoMemory();
         goto fail;
@@ -156,6 +157,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     if (!comm)
         goto fail;
     self->comm = Py_NewRef(comm_object);
+    self->gpu = zc_comm_gpu(comm);
     Py_BEGIN_ALLOW_THREADS
     status = zc_engine_create(comm, &config, list.params, list.count, groups, group_count, &self->engine);
     Py_END_ALLOW_THREADS
@@ -247,7 +249,7 @@ PyDoc_STRVAR(add_params_doc,
              "All ranks must call it.");
 PyDoc_STRVAR(param_doc,
              "param(i)\n--\n\nThe parameter itself: a flat array over the engine's memory, in storage order "
-             "(bfloat16: as uint16).");
+             "(bfloat16: as uint16; on a GPU an object with __dlpack__).");
 PyDoc_STRVAR(param_dlpack_doc,
              "param_dlpack(i, shape, strides)\n--\n\nThe same for other libraries: an object with "
              "__dlpack__; strides in elements.");
@@ -324,6 +326,12 @@ static PyMethodDef engine_methods[] = {
     {"fetch", (PyCFunction)py_engine_fetch, METH_O,
      "fetch(i)\n--\n\nA flat copy of parameter i (bfloat16: as uint16); all ranks must call it."},
     {"store", (PyCFunction)py_engine_store, METH_VARARGS, store_doc},
+    {"use_stream", (PyCFunction)py_engine_use_stream, METH_O,
+     "use_stream(stream)\n--\n\nOn a GPU: the stream on which the engine works from now on, a cudaStream_t as an integer."},
+    {"load_from_device", (PyCFunction)py_engine_load_from_device, METH_VARARGS,
+     "load_from_device(i, array)\n--\n\nAs load_param, from a GpuArray."},
+    {"copy_param", (PyCFunction)py_engine_copy_param, METH_VARARGS,
+     "copy_param(i, array)\n--\n\nOn a GPU: writes parameter i to a GpuArray, in the order of the engine's stream."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -337,6 +345,7 @@ static PyGetSetDef engine_getset[] = {
 
 static PyMemberDef engine_members[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(py_engine, weak_references), READONLY, NULL},
+    {"gpu", T_INT, offsetof(py_engine, gpu), READONLY, "Number of the GPU it is on; -1: the CPU."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -20,6 +20,7 @@ typedef struct py_engine {
     PyObject_HEAD
     zc_engine *engine;          /* NULL: being built, or closed */
     PyObject *comm;             /* the Communicator, kept alive */
+    int gpu;                    /* -1: the engine is on the CPU */
     PyThread_type_lock lock;
     py_param_facts *params;
     size_t param_count;
@@ -45,6 +46,8 @@ int py_engine_check(py_state *state, PyObject *object);
 
 /* The lock for calls that only look at this rank: allowed after the communicator was closed. */
 int py_engine_lock_local(py_engine *self);
+/* Work on a stream of the engine's GPU sees what the engine has enqueued: 0, or -1 with an exception. */
+int py_engine_order(py_engine *self, void *stream);
 /* Unlocks after a core call: None, or NULL with the exception of its status. */
 PyObject *py_engine_finish(py_engine *self, zc_status status);
 
@@ -59,8 +62,13 @@ void py_engine_note(py_engine *self, const struct py_param_list *list);
 int py_engine_index(py_engine *self, PyObject *number, size_t *index);
 /* The same from an argument tuple; None or nothing is SIZE_MAX, all. `format` is "|O:method". */
 int py_engine_index_or_all(py_engine *self, PyObject *args, const char *format, size_t *index);
-/* A (parameter, array) pair of arguments; the array must have the parameter's dtype and size. */
-int py_engine_read_array(py_engine *self, PyObject *args, const char *what, size_t *index, py_array *array);
+/*
+ * A (parameter, array) pair of arguments; the array must have the parameter's dtype and size.  `where` says whose memory
+ * it must be: the host's, or the engine's device's.
+ */
+typedef enum py_where { PY_HOST, PY_DEVICE } py_where;
+int py_engine_read_array(py_engine *self, PyObject *args, const char *what, py_where where, size_t *index,
+                         py_array *array);
 
 /* Parameters as the core wants them, and what keeps their names and values alive. */
 typedef struct py_param_list {
@@ -119,5 +127,8 @@ PyObject *py_engine_unit_generation(py_engine *self, PyObject *args);
 PyObject *py_engine_unit_range(py_engine *self, PyObject *args);
 PyObject *py_engine_fetch(py_engine *self, PyObject *args);
 PyObject *py_engine_store(py_engine *self, PyObject *args);
+PyObject *py_engine_use_stream(py_engine *self, PyObject *stream);
+PyObject *py_engine_load_from_device(py_engine *self, PyObject *args);
+PyObject *py_engine_copy_param(py_engine *self, PyObject *args);
 
 #endif

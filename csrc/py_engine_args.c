@@ -4,6 +4,8 @@
  */
 #include "py_engine.h"
 
+#include "py_gpu.h"
+
 int py_engine_check(py_state *state, PyObject *object)
 {
     return Py_IS_TYPE(object, state->engine_type);
@@ -160,8 +162,8 @@ fail:
     return -1;
 }
 
-/* A (parameter, array) pair of arguments; the array must have the parameter's dtype and size. */
-int py_engine_read_array(py_engine *self, PyObject *args, const char *what, size_t *index, py_array *array)
+int py_engine_read_array(py_engine *self, PyObject *args, const char *what, py_where where, size_t *index,
+                         py_array *array)
 {
     PyObject *number, *source;
     char name[96];
@@ -170,6 +172,15 @@ int py_engine_read_array(py_engine *self, PyObject *args, const char *what, size
         || py_engine_index(self, number, index))
         return -1;
     PyOS_snprintf(name, sizeof name, "%s of parameter %zu", what, *index);
+    if (where == PY_DEVICE && self->gpu >= 0) {
+        const py_param_facts *param = &self->params[*index];
+        *array = (py_array){NULL, param->elems, param->dtype, NULL};
+        if (py_gpu_memory(py_state_of((PyObject *)self), source, self->gpu, param->dtype, param->elems, 0, name,
+                          &array->data))
+            return -1;
+        array->array = Py_NewRef(source);
+        return 0;
+    }
     if (py_array_from(source, self->params[*index].dtype, PY_READ, name, array))
         return -1;
     if (array->elems != self->params[*index].elems) {

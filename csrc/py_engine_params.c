@@ -3,6 +3,8 @@
  */
 #include "py_engine.h"
 
+#include "py_gpu.h"
+
 PyObject *py_engine_add_params(py_engine *self, PyObject *args)
 {
     PyObject *params, *groups_object, *result = NULL;
@@ -33,14 +35,14 @@ done:
 }
 
 /* The two methods that hand the core an array of a parameter's size. */
-static PyObject *pass_array(py_engine *self, PyObject *args, const char *what,
+static PyObject *pass_array(py_engine *self, PyObject *args, const char *what, py_where where,
                             zc_status (*call)(zc_engine *engine, size_t index, const void *array))
 {
     py_array array;
     zc_status status;
     size_t index;
 
-    if (py_engine_read_array(self, args, what, &index, &array))
+    if (py_engine_read_array(self, args, what, where, &index, &array))
         return NULL;
     if (py_engine_lock(self)) {
         py_array_release(&array);
@@ -65,7 +67,7 @@ PyObject *py_engine_load_param(py_engine *self, PyObject *args)
         Py_END_ALLOW_THREADS
         return py_engine_finish(self, status);
     }
-    return pass_array(self, args, "value", zc_engine_load_param);
+    return pass_array(self, args, "value", PY_HOST, zc_engine_load_param);
 }
 
 PyObject *py_engine_publish(py_engine *self, PyObject *unused)
@@ -90,6 +92,9 @@ PyObject *py_engine_param(py_engine *self, PyObject *number)
     void *memory = zc_engine_param(self->engine, index);
     py_param_facts param = self->params[index];
     py_engine_unlock(self);
+    if (self->gpu >= 0)
+        return py_export_new(py_state_of((PyObject *)self), memory, param.elems, param.dtype, NULL, NULL, (PyObject *)self,
+                             self->gpu);
     return py_array_over(memory, param.elems, param.dtype, (PyObject *)self);
 }
 
@@ -105,7 +110,7 @@ PyObject *py_engine_param_dlpack(py_engine *self, PyObject *args)
     py_param_facts param = self->params[index];
     py_engine_unlock(self);
     return py_export_new(py_state_of((PyObject *)self), memory, param.elems, param.dtype, shape, strides,
-                         (PyObject *)self);
+                         (PyObject *)self, self->gpu);
 }
 
 PyObject *py_engine_refresh(py_engine *self, PyObject *args)
@@ -121,11 +126,54 @@ PyObject *py_engine_refresh(py_engine *self, PyObject *args)
     return py_engine_finish(self, status);
 }
 
+/* ---- GPUs ---------------------------------------------------------------- */
+
+PyObject *py_engine_load_from_device(py_engine *self, PyObject *args)
+{
+    return pass_array(self, args, "value", PY_DEVICE, zc_engine_load_from_device);
+}
+
+PyObject *py_engine_copy_param(py_engine *self, PyObject *args)
+{
+    PyObject *number, *to;
+    zc_status status;
+    void *memory;
+    size_t index;
+
+    if (!PyArg_ParseTuple(args, "OO:copy_param", &number, &to) || py_engine_index(self, number, &index)
+        || py_gpu_memory(py_state_of((PyObject *)self), to, self->gpu, self->params[index].dtype,
+                         self->params[index].elems, 1, "the array to copy to", &memory)
+        || py_engine_lock_local(self))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_engine_copy_param(self->engine, index, memory);
+    Py_END_ALLOW_THREADS
+    return py_engine_finish(self, status);
+}
+
+/* The stream of an integer, a cudaStream_t's address; 0 is the legacy default one. */
+PyObject *py_engine_use_stream(py_engine *self, PyObject *stream)
+{
+    unsigned long long address = PyLong_AsUnsignedLongLong(stream);
+
+    if ((address == (unsigned long long)-1 && PyErr_Occurred()) || py_engine_lock_local(self))
+        return NULL;
+    return py_engine_finish(self, zc_engine_use_stream(self->engine, (void *)(uintptr_t)address));
+}
+
+int py_engine_order(py_engine *self, void *stream)
+{
+    PyObject *done = py_engine_lock_local(self) ? NULL : py_engine_finish(self, zc_engine_order(self->engine, stream));
+
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
 /* ---- gradients ----------------------------------------------------------- */
 
 PyObject *py_engine_add_grad(py_engine *self, PyObject *args)
 {
-    PyObject *result = pass_array(self, args, "gradient", zc_engine_add_grad);
+    PyObject *result = pass_array(self, args, "gradient", PY_DEVICE, zc_engine_add_grad);
 
     py_engine_drop_released(self);
     return result;
@@ -133,7 +181,7 @@ PyObject *py_engine_add_grad(py_engine *self, PyObject *args)
 
 PyObject *py_engine_store(py_engine *self, PyObject *args)
 {
-    PyObject *result = pass_array(self, args, "value", zc_engine_store);
+    PyObject *result = pass_array(self, args, "value", PY_HOST, zc_engine_store);
 
     py_engine_drop_released(self);
     return result;
@@ -175,7 +223,7 @@ PyObject *py_engine_end_round(py_engine *self, PyObject *args)
             PyErr_SetString(PyExc_TypeError, "late must be a sequence of (i, array) tuples");
             goto done;
         }
-        if (py_engine_read_array(self, PyTuple_GET_ITEM(tuple, i), "late gradient", &late[i].index, &arrays[i]))
+        if (py_engine_read_array(self, PyTuple_GET_ITEM(tuple, i), "late gradient", PY_DEVICE, &late[i].index, &arrays[i]))
             goto done;
         late[i].grad = arrays[i].data;
     }

@@ -102,6 +102,8 @@ PyObject *py_engine_state(py_engine *self, PyObject *args)
     if (!done || !memory)
         return done;
     Py_DECREF(done);
+    if (self->gpu >= 0)
+        return py_export_new(py_state_of((PyObject *)self), memory, elems, dtype, NULL, NULL, (PyObject *)self, self->gpu);
     return py_array_over(memory, elems, dtype, (PyObject *)self);
 }
 

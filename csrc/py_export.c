@@ -5,11 +5,12 @@
  * the owner of the memory and gives it back from any thread.  When the
  * interpreter is gone there is nothing to give back to.
  */
-#include "py_state.h"
+#include "py_engine.h"
 
 typedef struct py_export {
     PyObject_HEAD
-    PyObject *owner;
+    PyObject *owner; /* the Engine */
+    int gpu;         /* -1: the CPU */
     void *data;
     zc_dtype dtype;
     int dims;
@@ -60,6 +61,11 @@ static void export_capsule_destroy(PyObject *capsule)
         delete_plain(PyCapsule_GetPointer(capsule, DL_NAME));
 }
 
+static dl_device device_of(const py_export *self)
+{
+    return self->gpu < 0 ? (dl_device){DL_CPU, 0} : (dl_device){DL_CUDA, self->gpu};
+}
+
 static PyObject *export_capsule(py_export *self, int versioned)
 {
     size_t dims = (size_t)self->dims;
@@ -69,7 +75,7 @@ static PyObject *export_capsule(py_export *self, int versioned)
         return PyErr_NoMemory();
     memcpy(block->layout, self->shape, dims * sizeof *block->layout);
     memcpy(block->layout + dims, self->strides, dims * sizeof *block->layout);
-    dl_tensor tensor = {.data = self->data, .device = {DL_CPU, 0}, .dims = self->dims,
+    dl_tensor tensor = {.data = self->data, .device = device_of(self), .dims = self->dims,
                         .dtype = py_dlpack_type(self->dtype), .shape = block->layout, .strides = block->layout + dims};
     if (versioned)
         block->managed.versioned = (dl_managed_versioned){{DL_MAJOR, DL_MINOR}, self->owner, delete_versioned, 0, tensor};
@@ -84,6 +90,27 @@ static PyObject *export_capsule(py_export *self, int versioned)
     return capsule;
 }
 
+/* The consumer's stream sees what the engine has enqueued: 0, or -1 with BufferError. */
+static int order_stream(py_export *self, PyObject *stream)
+{
+    long long address = stream == Py_None ? 1 : PyLong_AsLongLong(stream); /* None: the legacy default stream is assumed */
+
+    if (address == -1 && PyErr_Occurred())
+        return -1;
+    if (self->gpu < 0 && stream != Py_None) {
+        PyErr_Format(PyExc_BufferError, "stream is %R; memory of the CPU has none, pass None", stream);
+        return -1;
+    }
+    if (address == 0) {
+        PyErr_SetString(PyExc_BufferError, "stream is 0, which DLPack leaves open; pass 1 (legacy), 2 (per thread) or an "
+                                           "address");
+        return -1;
+    }
+    if (self->gpu < 0 || address == -1) /* -1: the consumer sees to the order itself */
+        return 0;
+    return py_engine_order((py_engine *)self->owner, address == 1 ? NULL : (void *)(uintptr_t)address);
+}
+
 PyDoc_STRVAR(export_dlpack_doc,
              "__dlpack__(*, stream=None, max_version=None, dl_device=None, copy=None)\n--\n\n"
              "A DLPack capsule over the engine's memory, writable and without a copy.");
@@ -96,15 +123,12 @@ static PyObject *export_dlpack(py_export *self, PyObject *args, PyObject *keywor
 
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "|$OOOO:__dlpack__", names, &stream, &max_version, &device, &copy))
         return NULL;
-    if (stream != Py_None) {
-        PyErr_Format(PyExc_BufferError, "stream is %R; memory of the CPU has none, pass None", stream);
-        return NULL;
-    }
     if (device != Py_None) {
         if (!PyArg_ParseTuple(device, "ll:dl_device", &device_type, &device_index))
             return NULL;
-        if (device_type != DL_CPU || device_index != 0) {
-            PyErr_Format(PyExc_BufferError, "dl_device is %R; this memory is on the CPU, (1, 0)", device);
+        if (device_type != device_of(self).type || device_index != device_of(self).index) {
+            PyErr_Format(PyExc_BufferError, "dl_device is %R; this memory is on (%d, %d)", device,
+                         (int)device_of(self).type, (int)device_of(self).index);
             return NULL;
         }
     }
@@ -119,13 +143,13 @@ static PyObject *export_dlpack(py_export *self, PyObject *args, PyObject *keywor
     }
     if (max_version != Py_None && !PyArg_ParseTuple(max_version, "ll:max_version", &major, &minor))
         return NULL;
-    return export_capsule(self, major >= 1);
+    return order_stream(self, stream) ? NULL : export_capsule(self, major >= 1);
 }
 
-static PyObject *export_dlpack_device(PyObject *self, PyObject *unused)
+static PyObject *export_dlpack_device(py_export *self, PyObject *unused)
 {
-    (void)self, (void)unused;
-    return Py_BuildValue("(ii)", DL_CPU, 0);
+    (void)unused;
+    return Py_BuildValue("(ii)", (int)device_of(self).type, (int)device_of(self).index);
 }
 
 static void export_dealloc(py_export *self)
@@ -177,13 +201,13 @@ static int check_layout(const py_export *self, size_t elems)
 }
 
 PyObject *py_export_new(py_state *state, void *data, size_t elems, zc_dtype dtype, PyObject *shape, PyObject *strides,
-                        PyObject *owner)
+                        PyObject *engine, int gpu)
 {
-    Py_ssize_t dims = PySequence_Size(shape);
+    Py_ssize_t dims = shape ? PySequence_Size(shape) : 1;
 
     if (dims < 0)
         return NULL;
-    if (dims > ZC_MAX_DIMS || PySequence_Size(strides) != dims) {
+    if (dims > ZC_MAX_DIMS || (shape && PySequence_Size(strides) != dims)) {
         if (!PyErr_Occurred())
             PyErr_Format(PyExc_ValueError, "shape %R and strides %R must have the same length, at most %d", shape, strides,
                          ZC_MAX_DIMS);
@@ -193,21 +217,25 @@ PyObject *py_export_new(py_state *state, void *data, size_t elems, zc_dtype dtyp
     if (!self)
         return NULL;
     self->owner = NULL;
+    self->gpu = gpu;
     self->data = data;
     self->dtype = dtype;
     self->dims = (int)dims;
-    if (read_sizes(shape, dims, "size", self->shape) || read_sizes(strides, dims, "stride", self->strides)
-        || check_layout(self, elems)) {
+    self->shape[0] = (int64_t)elems;
+    self->strides[0] = 1;
+    if (shape && (read_sizes(shape, dims, "size", self->shape) || read_sizes(strides, dims, "stride", self->strides)
+                  || check_layout(self, elems))) {
         Py_DECREF(self);
         return NULL;
     }
-    self->owner = Py_NewRef(owner);
+    self->owner = Py_NewRef(engine);
     return (PyObject *)self;
 }
 
 static PyMethodDef export_methods[] = {
     {"__dlpack__", (PyCFunction)(void (*)(void))export_dlpack, METH_VARARGS | METH_KEYWORDS, export_dlpack_doc},
-    {"__dlpack_device__", export_dlpack_device, METH_NOARGS, "__dlpack_device__()\n--\n\n(1, 0): the CPU."},
+    {"__dlpack_device__", (PyCFunction)export_dlpack_device, METH_NOARGS,
+     "__dlpack_device__()\n--\n\n(1, 0): the CPU; (2, n): GPU n."},
     {NULL, NULL, 0, NULL},
 };
 

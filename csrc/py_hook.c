@@ -51,22 +51,31 @@ static PyObject *raise_status(py_hooks *self, zc_status status)
     return py_raise(py_state_of((PyObject *)self), status);
 }
 
+/* On a GPU the engine works where torch does; on the CPU there are no streams. */
+static int current_stream(py_hooks *self, void **stream)
+{
+    int gpu = self->engine->gpu;
+    return gpu < 0 ? 0 : py_tensor_stream(&self->reader, self->stream_of, gpu, stream);
+}
+
 /* May wait for a peer, without the GIL. */
 static int offer(py_hooks *self, size_t index, PyObject *grad)
 {
     PyObject *keep;
     int outcome = ZC_GRAD_TAKEN;
     zc_status status;
-    void *data = hook_gradient_memory(self, index, grad, &keep);
+    void *data = hook_gradient_memory(self, index, grad, &keep), *stream = NULL;
 
     if (!data)
         return -1;
-    if (py_engine_lock(self->engine) < 0) {
+    if (current_stream(self, &stream) < 0 || py_engine_lock(self->engine) < 0) {
         Py_DECREF(keep);
         return -1;
     }
     Py_BEGIN_ALLOW_THREADS
-    status = zc_engine_offer_grad(self->engine->engine, index, data, keep, &outcome);
+    status = zc_engine_use_stream(self->engine->engine, stream);
+    if (status == ZC_OK)
+        status = zc_engine_offer_grad(self->engine->engine, index, data, keep, &outcome);
     Py_END_ALLOW_THREADS
     py_engine_unlock(self->engine);
     if (status == ZC_OK && outcome == ZC_GRAD_HELD)
@@ -205,6 +214,7 @@ static int finish_round(py_hooks *self)
     zc_late_grad *late = NULL;
     PyObject **late_keep = NULL;
     size_t late_count = 0, late_room = 0;
+    void *stream = NULL;
     zc_status status;
     int failed = -1;
 
@@ -244,11 +254,13 @@ static int finish_round(py_hooks *self)
             goto done;
         late_count++;
     }
-    if (py_engine_lock(self->engine) < 0)
+    if (current_stream(self, &stream) < 0 || py_engine_lock(self->engine) < 0)
         goto done;
     self->live = 0; /* from here on it is the engine's affair how the round ends */
     Py_BEGIN_ALLOW_THREADS
-    status = zc_engine_end_round(self->engine->engine, late, late_count);
+    status = zc_engine_use_stream(self->engine->engine, stream);
+    if (status == ZC_OK)
+        status = zc_engine_end_round(self->engine->engine, late, late_count);
     Py_END_ALLOW_THREADS
     py_engine_unlock(self->engine);
     self->offered = 0;

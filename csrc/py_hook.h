@@ -39,6 +39,7 @@ typedef struct py_hooks {
     py_engine *engine;
     PyObject *queue_callback, *current_node; /* torch's */
     py_tensor_reader reader;
+    PyObject *stream_of;    /* GPU -> address of torch's current stream, where there is no exchange table */
     PyObject *relayout;     /* (index, gradient) -> the gradient in the parameter's dtype and strides */
     PyObject *grad_name, *version_name;
     PyTypeObject *call_type, *round_end_type;

@@ -33,8 +33,8 @@ void *hook_gradient_memory(py_hooks *self, size_t index, PyObject *grad, PyObjec
     py_tensor view;
 
     *keep = NULL;
-    if (py_tensor_view(&self->reader, grad, &view) == 0 && view.tensor.device.type == DL_CPU && same_shape(p, &view.tensor) &&
-        same_layout(p, &view.tensor) && (py_tensor_data(&view) || !p->data)) { /* a sparse one has no memory to show */
+    if (py_tensor_view(&self->reader, grad, &view) == 0 && py_tensor_is_on(&view, self->engine->gpu) &&
+        same_shape(p, &view.tensor) && same_layout(p, &view.tensor) && (py_tensor_data(&view) || !p->data)) { /* a sparse one has no memory to show */
         *keep = Py_NewRef(grad);
     } else {
         PyErr_Clear(); /* relayout says what is wrong with it */
@@ -89,6 +89,7 @@ static int hooks_clear(PyObject *object)
     Py_CLEAR(self->queue_callback);
     Py_CLEAR(self->current_node);
     Py_CLEAR(self->reader.describe);
+    Py_CLEAR(self->stream_of);
     Py_CLEAR(self->relayout);
     Py_CLEAR(self->grad_name);
     Py_CLEAR(self->version_name);
@@ -111,6 +112,7 @@ static int hooks_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->queue_callback);
     Py_VISIT(self->current_node);
     Py_VISIT(self->reader.describe);
+    Py_VISIT(self->stream_of);
     Py_VISIT(self->relayout);
     Py_VISIT(self->call_type);
     Py_VISIT(self->round_end_type);
@@ -158,17 +160,17 @@ static PyTypeObject *type_of_module(PyTypeObject *type, const char *name)
     return module ? (PyTypeObject *)PyObject_GetAttrString(module, name) : NULL;
 }
 
-/* Hooks(engine, queue_callback, current_node, describe, relayout, exchange): exchange is a capsule or None. */
+/* Hooks(engine, queue_callback, current_node, describe, stream_of, relayout, exchange): exchange is a capsule or None. */
 static PyObject *hooks_new(PyTypeObject *type, PyObject *arguments, PyObject *names)
 {
-    PyObject *engine, *queue_callback, *current_node, *describe, *relayout, *exchange;
+    PyObject *engine, *queue_callback, *current_node, *describe, *stream_of, *relayout, *exchange;
 
     if (names && PyDict_GET_SIZE(names)) {
         PyErr_SetString(PyExc_TypeError, "Hooks takes no keyword arguments");
         return NULL;
     }
-    if (!PyArg_ParseTuple(arguments, "OOOOOO", &engine, &queue_callback, &current_node, &describe, &relayout,
-                          &exchange))
+    if (!PyArg_ParseTuple(arguments, "OOOOOOO", &engine, &queue_callback, &current_node, &describe, &stream_of,
+                          &relayout, &exchange))
         return NULL;
     py_hooks *self = (py_hooks *)type->tp_alloc(type, 0);
     if (!self)
@@ -182,6 +184,7 @@ static PyObject *hooks_new(PyTypeObject *type, PyObject *arguments, PyObject *na
     self->engine = (py_engine *)Py_NewRef(engine);
     self->queue_callback = Py_NewRef(queue_callback);
     self->current_node = Py_NewRef(current_node);
+    self->stream_of = Py_NewRef(stream_of);
     self->relayout = Py_NewRef(relayout);
     self->grad_name = PyUnicode_InternFromString("grad");
     self->version_name = PyUnicode_InternFromString("_version");
@@ -335,7 +338,7 @@ static PyObject *hooks_check(PyObject *object, PyObject *ignored)
             PyErr_Clear(); /* on the meta device, for example */
             return Py_BuildValue("ns", (Py_ssize_t)i, "moved");
         }
-        if ((p->data && py_tensor_data(&view) != p->data) || !same_shape(p, &view.tensor) || !same_layout(p, &view.tensor))
+        if (!py_tensor_is_on(&view, self->engine->gpu) || (p->data && py_tensor_data(&view) != p->data) || !same_shape(p, &view.tensor) || !same_layout(p, &view.tensor))
             return Py_BuildValue("ns", (Py_ssize_t)i, "moved");
     }
     Py_RETURN_NONE;

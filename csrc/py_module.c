@@ -2,6 +2,7 @@
  * The extension module zero_c._core: its state, its exception classes, and the
  * one place where a status of the core becomes a Python exception.
  */
+#include "py_gpu.h"
 #include "py_state.h"
 
 #include "py_hook.h"
@@ -99,6 +100,8 @@ PyDoc_STRVAR(as_array_doc, "as_array(source, writable=False, what='array')\n--\n
 
 static PyMethodDef module_methods[] = {
     {"as_array", py_array_as, METH_VARARGS, as_array_doc},
+    {"gpu_probe", py_gpu_probe, METH_O,
+     "gpu_probe(plugin)\n--\n\nThe number of GPUs that the CUDA part at this path can use; or Error says why there are none."},
     {"_fault_arm", fault_arm, METH_O, fault_arm_doc},
     {"_fault_count", fault_count, METH_NOARGS, fault_count_doc},
     {NULL, NULL, 0, NULL},
@@ -107,7 +110,8 @@ static PyMethodDef module_methods[] = {
 static int module_exec(PyObject *module)
 {
     if (py_array_init() || add_exceptions(module, PyModule_GetState(module)) || py_comm_add(module)
-        || py_engine_add(module) || py_export_add(module) || py_hook_add(module) || py_window_add(module))
+        || py_engine_add(module) || py_export_add(module) || py_hook_add(module) || py_window_add(module)
+        || py_gpu_add(module))
         return -1;
     return 0;
 }

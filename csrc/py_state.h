@@ -16,7 +16,7 @@
 
 typedef struct py_state {
     PyObject *error, *comm_error, *peer_lost, *timeout, *mismatch, *checkpoint_error;
-    PyTypeObject *comm_type, *engine_type, *export_type;
+    PyTypeObject *comm_type, *engine_type, *export_type, *gpu_array_type;
 } py_state;
 
 /* The state of the module that made this object's (final) type. */
@@ -62,6 +62,13 @@ int py_array_from(PyObject *source, zc_dtype wanted, py_access access, const cha
 void py_array_release(py_array *array);
 
 dl_type py_dlpack_type(zc_dtype dtype);
+/* The dtype of a DLPack element type, or PY_DTYPE_ANY if we have none for it. */
+zc_dtype py_dtype_from_dlpack(dl_type type);
+/*
+ * A producer's tensor for use on `stream` (NULL: the CPU): what keeps it alive, a new reference, or NULL with an
+ * exception.  *tensor is good while that lives.
+ */
+PyObject *py_dlpack_take(PyObject *source, PyObject *stream, const char *what, const dl_tensor **tensor, int *read_only);
 /* The dtype of a name such as "bfloat16": 0, or -1 with ValueError set. */
 int py_dtype_from_name(const char *name, zc_dtype *out);
 
@@ -75,14 +82,18 @@ PyObject *py_array_as(PyObject *module, PyObject *args);
 /* Loads NumPy: 0, or -1 with ImportError set. */
 int py_array_init(void);
 
-/* An object with __dlpack__ over memory that `owner` keeps alive; strides in elements, both sequences of ints. */
+/*
+ * An object with __dlpack__ over memory of an Engine object; strides in elements, both sequences of ints (NULL: one
+ * dimension).  gpu: where the memory is, -1 for the CPU.
+ */
 PyObject *py_export_new(py_state *state, void *data, size_t elems, zc_dtype dtype, PyObject *shape,
-                        PyObject *strides, PyObject *owner);
+                        PyObject *strides, PyObject *engine, int gpu);
 
 /* Each file adds its types to the module. */
 int py_comm_add(PyObject *module);
 int py_engine_add(PyObject *module);
 int py_export_add(PyObject *module);
 int py_window_add(PyObject *module);
+int py_gpu_add(PyObject *module);
 
 #endif

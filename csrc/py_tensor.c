@@ -29,11 +29,11 @@ static int view_described(const py_tensor_reader *reader, PyObject *object, py_t
 {
     PyObject *sizes, *strides, *answer = PyObject_CallOneArg(reader->describe, object);
     unsigned long long address;
-    int code, bits, failed = -1;
+    int code, bits, gpu, failed = -1;
 
     if (!answer)
         return -1;
-    if (!PyArg_ParseTuple(answer, "KiiO!O!", &address, &code, &bits, &PyTuple_Type, &sizes, &PyTuple_Type, &strides))
+    if (!PyArg_ParseTuple(answer, "KiiO!O!i", &address, &code, &bits, &PyTuple_Type, &sizes, &PyTuple_Type, &strides, &gpu))
         goto done;
     if (PyTuple_GET_SIZE(sizes) > ZC_MAX_DIMS || PyTuple_GET_SIZE(sizes) != PyTuple_GET_SIZE(strides)) {
         PyErr_Format(PyExc_ValueError, "a tensor has %zd dimensions; at most %d are possible",
@@ -45,7 +45,7 @@ static int view_described(const py_tensor_reader *reader, PyObject *object, py_t
     view->tensor.strides = view->numbers + ZC_MAX_DIMS;
     view->tensor.data = (void *)(uintptr_t)address;
     view->tensor.offset_bytes = 0;
-    view->tensor.device = (dl_device){DL_CPU, 0};
+    view->tensor.device = gpu < 0 ? (dl_device){DL_CPU, 0} : (dl_device){DL_CUDA, gpu};
     view->tensor.dtype = (dl_type){(uint8_t)code, (uint8_t)bits, 1};
     failed = read_numbers(sizes, view->tensor.shape, view->tensor.dims) ||
              read_numbers(strides, view->tensor.strides, view->tensor.dims)
@@ -53,6 +53,18 @@ static int view_described(const py_tensor_reader *reader, PyObject *object, py_t
 done:
     Py_DECREF(answer);
     return failed;
+}
+
+int py_tensor_stream(const py_tensor_reader *reader, PyObject *stream_of, int gpu, void **stream)
+{
+    if (reader->exchange && reader->exchange->current_stream)
+        return reader->exchange->current_stream(DL_CUDA, gpu, stream);
+    PyObject *address = PyObject_CallFunction(stream_of, "i", gpu);
+    if (!address)
+        return -1;
+    *stream = PyLong_AsVoidPtr(address);
+    Py_DECREF(address);
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 int py_tensor_view(const py_tensor_reader *reader, PyObject *object, py_tensor *view)

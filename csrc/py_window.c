@@ -18,6 +18,7 @@ typedef struct window_param {
     PyObject *owner, *key;          /* owner[key] is the parameter; NULL: in no module */
     void *guard_data;
     dl_type guard_type;
+    char on_cpu;                    /* the guard can be looked at */
     char held;                      /* somebody keeps it open by other means: left alone */
 } window_param;
 
@@ -74,7 +75,7 @@ static const char *find_fault(py_window *self, window_param *p, int where)
     }
     if (Py_TYPE(p->param) != self->guarded || (where && py_tensor_data(&view) != p->guard_data))
         return "moved";
-    return is_nan(p->guard_data, p->guard_type) ? NULL : "written";
+    return !p->on_cpu || is_nan(p->guard_data, p->guard_type) ? NULL : "written";
 }
 
 /* None, or (position, reason); NULL with an exception. */
@@ -255,6 +256,7 @@ static int take_param(py_window *self, PyObject *item, window_param *p)
         return -1;
     p->guard_data = py_tensor_data(&view);
     p->guard_type = view.tensor.dtype;
+    p->on_cpu = (char)py_tensor_is_on(&view, -1);
     if (Py_TYPE(param) != self->own) {
         PyErr_Format(PyExc_TypeError, "a parameter is a %s; it must be a %s", Py_TYPE(param)->tp_name, self->own->tp_name);
         return -1;

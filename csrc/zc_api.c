@@ -4,6 +4,7 @@
  * where they are implemented (engine.c, bucket.c, engine_*.c).
  */
 #include "comm.h"
+#include "cuda_load.h"
 #include "engine.h"
 #include "mem_comm.h"
 
@@ -98,6 +99,35 @@ void zc_comm_close(zc_comm *comm)
     comm_close(comm);
 }
 
+zc_status zc_comm_on_gpu(zc_comm *comm, const char *plugin, const char *nccl, int ordinal, int deterministic,
+                         zc_comm **out)
+{
+    const zc_cuda_plugin *cuda;
+    nccl_comm_config config = {.ordinal = ordinal, .deterministic = deterministic, .wheel = nccl};
+    *out = NULL;
+    if (zc_comm_gpu(comm) >= 0)
+        return zc_fail(ZC_EINVAL, "rank %zu: the communicator is one of GPUs already", comm->rank);
+    ZC_TRY(cuda_load(plugin, &cuda));
+    ZC_TRY(comm_split(comm, 0, &config.host)); /* a life of its own */
+    return cuda->comm_create(&config, out);
+}
+
+int zc_comm_gpu(const zc_comm *comm)
+{
+    return comm->ops->gpu ? comm->ops->gpu(comm) : -1;
+}
+
+zc_status zc_gpu_probe(const char *plugin, int *gpus)
+{
+    const zc_cuda_plugin *cuda;
+    zc_cuda_probe found;
+    *gpus = 0;
+    ZC_TRY(cuda_load(plugin, &cuda));
+    ZC_TRY(cuda->probe(&found));
+    *gpus = found.gpus;
+    return ZC_OK;
+}
+
 zc_status zc_engine_create(zc_comm *comm, const zc_engine_config *config, const zc_param *params, size_t count,
                            const zc_options *groups, size_t group_count, zc_engine **out)
 {
@@ -107,6 +137,9 @@ zc_status zc_engine_create(zc_comm *comm, const zc_engine_config *config, const 
         return zc_fail(ZC_EINVAL, "threads is %d; legal is 0 (this rank's share of the usable cores) or more",
                        config->threads);
     size_t share = mem_cores() / zc_comm_local_ranks(comm);
-    ZC_TRY(cpu_device_create(config->threads ? config->threads : share ? (int)share : 1, &device));
+    if (comm->ops->device)
+        ZC_TRY(comm->ops->device(comm, &device));
+    else
+        ZC_TRY(cpu_device_create(config->threads ? config->threads : share ? (int)share : 1, &device));
     return engine_create(comm, device, NULL, config, params, count, groups, group_count, out);
 }

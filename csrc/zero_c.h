@@ -76,7 +76,29 @@ zc_status zc_comm_split(zc_comm *comm, int64_t color, zc_comm **out);
 /* Local and prompt; engines on it must be destroyed first. NULL is allowed. */
 void zc_comm_close(zc_comm *comm);
 
+/*
+ * Collective: the same ranks, each with a GPU of its own.  Engines on *out keep
+ * everything on GPU `ordinal`; host arrays go between the ranks as on `comm`,
+ * which may be closed before or after.  `plugin` is the path of the CUDA part of
+ * this build, `nccl` that of a libnccl to try besides the system's, or NULL.
+ * deterministic: gradients are summed in rank order; otherwise as NCCL does it.
+ */
+zc_status zc_comm_on_gpu(zc_comm *comm, const char *plugin, const char *nccl, int ordinal, int deterministic,
+                         zc_comm **out);
+/* Its GPU; -1: engines on it are on the CPU. */
+int zc_comm_gpu(const zc_comm *comm);
+
+/* ZC_OK if the CUDA part at `plugin` can be used here: *gpus of them; otherwise why not and what to do. */
+zc_status zc_gpu_probe(const char *plugin, int *gpus);
+
 /* ---- the engine -------------------------------------------------------- */
+
+/*
+ * With a communicator of GPUs the pointers to parameters, gradients and state are
+ * device memory, and what the engine does with it is enqueued on its stream, the
+ * legacy default one unless zc_engine_use_stream says otherwise.  Whole values
+ * (initial, load_param, store, fetch, read, write) are host memory everywhere.
+ */
 
 #define ZC_MAX_DIMS 32
 
@@ -290,6 +312,19 @@ typedef struct zc_plan { /* sums over the spaces of all dtypes */
     uint64_t spaces, buckets, padded_elems, elems, ring_bytes;
 } zc_plan;
 void zc_engine_plan(const zc_engine *engine, zc_plan *out);
+
+/*
+ * -- GPUs; on a CPU engine these two do nothing --
+ * A stream is a cudaStream_t of the engine's GPU, and must exist as long as the engine.
+ */
+/* From now on the engine works on this stream, after what it has enqueued on the one before. */
+zc_status zc_engine_use_stream(zc_engine *engine, void *stream);
+/* Work enqueued on `stream` from now on sees what the engine has enqueued so far. */
+zc_status zc_engine_order(zc_engine *engine, void *stream);
+/* As zc_engine_load_param, from memory of the engine's device, which is read in the order of its stream. */
+zc_status zc_engine_load_from_device(zc_engine *engine, size_t index, const void *values);
+/* Stages 0 to 2: the parameter's value to other memory of the engine's device, in the order of its stream. */
+zc_status zc_engine_copy_param(zc_engine *engine, size_t index, void *to);
 
 /* Collective, blocking: all ranks of the engine have come here. `what` names it in messages. Joins open rounds. */
 zc_status zc_engine_sync(zc_engine *engine, const char *what);

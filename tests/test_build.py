@@ -20,10 +20,12 @@ CSRC = ROOT / "csrc"
 # Layer of each file, by the start of its name; the longest that fits counts.
 LAYERS = {
     "zc_status": "words", "zc_dtype": "words",
-    "partition": "pure", "optim": "pure", "elem_update": "pure", "cpu_": "pure",
+    "partition": "pure", "optim": "pure", "elem_update": "pure", "cpu_": "pure", "strides": "pure",
     "shm_segment": "system", "shm_sync": "system", "cpu_threads": "system", "cpu_dispatch": "system",
-    "device.h": "interfaces", "comm.h": "interfaces",
+    "device.h": "interfaces", "comm.h": "interfaces", "device_step": "interfaces",
     "cpu_device": "backends", "cpu_slots": "backends", "shm_": "backends", "local_comm": "backends", "mem_": "backends", "comm.c": "backends",
+    "cu.h": "cuda", "cuda_": "cuda", "nccl_": "cuda", "plugin_status": "cuda", "emu_cuda.h": "cuda",
+    "cuda_load": "backends", "cuda/cuda_plugin.h": "plugin",
     "engine": "engine", "bucket": "engine",
     "zero_c.h": "api", "zc_api": "api glue",
     "py_": "python", "dlpack_abi.h": "python",
@@ -33,7 +35,8 @@ MAY_INCLUDE = {
     "pure": {"words", "pure"},
     "system": {"words", "pure", "system"},
     "interfaces": {"words", "pure", "interfaces"},
-    "backends": {"words", "pure", "system", "interfaces", "backends"},
+    "backends": {"words", "pure", "system", "interfaces", "backends", "plugin"},
+    "cuda": {"words", "pure", "interfaces", "cuda"},
     "engine": {"words", "pure", "interfaces", "engine", "api"},
     "api": {"words", "pure"},
     "api glue": {"words", "pure", "interfaces", "backends", "engine", "api"},
@@ -43,7 +46,7 @@ MAY_INCLUDE = {
 C_LIBRARY = {"assert.h", "errno.h", "float.h", "immintrin.h", "inttypes.h", "limits.h", "math.h", "stdarg.h", "stdatomic.h",
              "stdbool.h", "stddef.h", "stdint.h", "stdio.h", "stdlib.h", "string.h"}
 C_LIBRARY_ONLY = {"words", "pure", "interfaces", "engine", "api"}
-SOURCES = sorted(CSRC.glob("*.[ch]"))
+SOURCES = sorted(CSRC.glob("*.[ch]")) + sorted((CSRC / "cuda").glob("*.*"))
 
 
 def layer_of(name):

@@ -372,6 +372,12 @@ static zc_status defer_synchronize(zc_device *d, zc_stream *s)
     return defer_run(DEFER(d));
 }
 
+static zc_status defer_order(zc_device *d, zc_stream *before, zc_stream *after)
+{
+    (void)d, (void)before, (void)after; /* there is one stream */
+    return ZC_OK;
+}
+
 static void defer_destroy(zc_device *d)
 {
     defer_run(DEFER(d));
@@ -391,7 +397,7 @@ static const device_ops defer_device_ops = {
     .slot_free = defer_slot_free, .copy = defer_copy, .copy_far = defer_copy, .pack = defer_pack,
     .fill = defer_fill, .accumulate = defer_accumulate, .sum_squares = defer_sum_squares, .fold_flags = defer_fold,
     .scale = defer_scale, .step_scalars = defer_scalars, .update = defer_update, .upload = defer_upload,
-    .download = defer_download, .synchronize = defer_synchronize, .destroy = defer_destroy,
+    .download = defer_download, .synchronize = defer_synchronize, .order = defer_order, .destroy = defer_destroy,
 };
 
 /* ---- the communicator ------------------------------------------------------ */

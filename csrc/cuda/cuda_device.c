@@ -1,0 +1,446 @@
+/*
+ * The CUDA device: every operation of device.h is put on the stream that it is
+ * given, with the device's GPU current.  Memory is in cuda_memory.c, slots in
+ * cuda_slots.c, the way from and to host memory in cuda_staging.c, loops in
+ * cuda_kernels.h.
+ *
+ * `lock` guards what calls share: the list of streams, memory, the ring for
+ * uploads, the options.  Downloads wait for the device; they have a ring and a
+ * lock of their own, so that other threads can go on enqueuing.
+ */
+#include "cuda_device.h"
+
+#include "cuda_kernels.h"
+#include "cuda_memory.h"
+#include "cuda_probe.h"
+#include "cuda_slots.h"
+#include "cuda_staging.h"
+#include "strides.h"
+
+#include <pthread.h>
+#include <string.h>
+
+#define DOWNLOAD_BLOCKS 2u
+
+/* Options of all groups, in device memory; uploaded when they have changed. */
+typedef struct cuda_options {
+    optim_options *memory; /* device */
+    optim_options *last;   /* host: what was uploaded */
+    size_t groups;         /* of `last`; 0: not known */
+    size_t room;           /* groups that fit */
+    cudaEvent_t used;      /* after the last upload or kernel on them */
+    int in_use;            /* `used` was recorded */
+} cuda_options;
+
+typedef struct cuda_device {
+    zc_device device;
+    device_ops ops; /* with this GPU's slot_step_bytes */
+    int ordinal;
+    pthread_mutex_t lock, download_lock;
+    cuda_memory memory;
+    cuda_slots slots;
+    cuda_staging upload, download;
+    cuda_options options;
+    cudaEvent_t ordered; /* on its way from one stream to another */
+} cuda_device;
+
+static cuda_device *of(zc_device *device)
+{
+    return (cuda_device *)device;
+}
+
+static cudaStream_t cuda_stream(zc_stream *stream)
+{
+    return (cudaStream_t)stream;
+}
+
+static void use_stream(cuda_device *cuda, cudaStream_t stream)
+{
+    pthread_mutex_lock(&cuda->lock);
+    cuda_memory_use_stream(&cuda->memory, stream);
+    pthread_mutex_unlock(&cuda->lock);
+}
+
+/* Every operation on a stream lies between these two. */
+static zc_status begin(zc_device *device, zc_stream *stream, int *previous)
+{
+    ZC_TRY(cuda_enter(of(device)->ordinal, previous));
+    use_stream(of(device), cuda_stream(stream));
+    return ZC_OK;
+}
+
+static zc_status end(zc_device *device, int previous, cudaError_t error, const char *function)
+{
+    zc_status status = error == cudaSuccess ? ZC_OK : cuda_fail(error, of(device)->ordinal, function);
+    cuda_leave(of(device)->ordinal, previous);
+    return status;
+}
+
+/* The rest of an operation that is one call. */
+#define ENQUEUE(device, stream, function, ...)                                   \
+    do {                                                                         \
+        int previous;                                                            \
+        ZC_TRY(begin((device), (stream), &previous));                            \
+        return end((device), previous, function(__VA_ARGS__), #function);        \
+    } while (0)
+
+/* ---- memory -------------------------------------------------------------------- */
+
+static zc_status device_alloc(zc_device *device, size_t bytes, void **out)
+{
+    cuda_device *cuda = of(device);
+    int previous;
+    *out = NULL;
+    if (bytes == 0)
+        return ZC_OK;
+    ZC_TRY(cuda_enter(cuda->ordinal, &previous));
+    pthread_mutex_lock(&cuda->lock);
+    zc_status status = cuda_memory_alloc(&cuda->memory, bytes, out);
+    pthread_mutex_unlock(&cuda->lock);
+    cuda_leave(cuda->ordinal, previous);
+    return status;
+}
+
+static void device_free(zc_device *device, void *memory, size_t bytes)
+{
+    cuda_device *cuda = of(device);
+    int previous;
+    (void)bytes;
+    zc_status status = cuda_enter(cuda->ordinal, &previous);
+    pthread_mutex_lock(&cuda->lock);
+    cuda_memory_free(&cuda->memory, memory);
+    pthread_mutex_unlock(&cuda->lock);
+    if (status == ZC_OK)
+        cuda_leave(cuda->ordinal, previous);
+}
+
+static zc_status device_slot_alloc(zc_device *device, size_t bytes, device_slot *out)
+{
+    cuda_device *cuda = of(device);
+    int previous;
+    memset(out, 0, sizeof *out);
+    ZC_TRY(cuda_enter(cuda->ordinal, &previous));
+    pthread_mutex_lock(&cuda->lock);
+    zc_status status = cuda_slots_alloc(&cuda->slots, bytes, out);
+    if (status == ZC_OK)
+        status = cuda_memory_zero(&cuda->memory, out->base, bytes);
+    if (status != ZC_OK)
+        cuda_slots_free(&cuda->slots, out);
+    pthread_mutex_unlock(&cuda->lock);
+    cuda_leave(cuda->ordinal, previous);
+    return status;
+}
+
+static zc_status device_slot_map(zc_device *device, const device_slot *slot, size_t bytes, void **out)
+{
+    int previous;
+    *out = NULL;
+    ZC_TRY(cuda_enter(of(device)->ordinal, &previous));
+    zc_status status = cuda_slots_map(&of(device)->slots, slot, bytes, out);
+    cuda_leave(of(device)->ordinal, previous);
+    return status;
+}
+
+static void device_slot_unmap(zc_device *device, void *memory, size_t bytes)
+{
+    cuda_slots_unmap(&of(device)->slots, memory, bytes);
+}
+
+static void device_slot_free(zc_device *device, device_slot *slot)
+{
+    cuda_slots_free(&of(device)->slots, slot);
+}
+
+/* ---- moving bytes --------------------------------------------------------------- */
+
+static zc_status device_copy(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes)
+{
+    if (bytes == 0 || to == from)
+        return ZC_OK;
+    ENQUEUE(device, stream, cudaMemcpyAsync, to, from, bytes, cudaMemcpyDeviceToDevice, cuda_stream(stream));
+}
+
+static zc_status device_fill(zc_device *device, zc_stream *stream, void *to, int byte, size_t bytes)
+{
+    if (bytes == 0)
+        return ZC_OK;
+    ENQUEUE(device, stream, cudaMemsetAsync, to, byte, bytes, cuda_stream(stream));
+}
+
+static zc_status device_pack(zc_device *device, zc_stream *stream, void *to, const void *from, size_t elem_bytes,
+                             int dims, const int64_t *shape, const int64_t *strides)
+{
+    strides_joined joined;
+    ZC_TRY(strides_join(dims, shape, strides, &joined));
+    if (joined.elems == 0)
+        return ZC_OK;
+    if (joined.contiguous)
+        return device_copy(device, stream, to, from, joined.elems * elem_bytes);
+    if (joined.dims > CUDA_MAX_DIMS)
+        return zc_fail(ZC_EINVAL, "a tensor of %d dimensions that cannot be joined cannot be packed on a GPU; at most "
+                       "%d are possible", joined.dims, CUDA_MAX_DIMS);
+    ENQUEUE(device, stream, cuda_pack, cuda_stream(stream), to, from, elem_bytes, joined.dims, joined.extent,
+            joined.step);
+}
+
+static zc_status device_upload(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes)
+{
+    cuda_device *cuda = of(device);
+    int previous;
+    ZC_TRY(begin(device, stream, &previous));
+    pthread_mutex_lock(&cuda->lock);
+    zc_status status = cuda_staging_upload(&cuda->upload, cuda_stream(stream), to, from, bytes);
+    pthread_mutex_unlock(&cuda->lock);
+    cuda_leave(cuda->ordinal, previous);
+    return status;
+}
+
+static zc_status device_download(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes)
+{
+    cuda_device *cuda = of(device);
+    int previous;
+    ZC_TRY(begin(device, stream, &previous));
+    pthread_mutex_lock(&cuda->download_lock);
+    zc_status status = cuda_staging_download(&cuda->download, cuda_stream(stream), to, from, bytes);
+    pthread_mutex_unlock(&cuda->download_lock);
+    cuda_leave(cuda->ordinal, previous);
+    return status;
+}
+
+/* ---- arithmetic ------------------------------------------------------------------ */
+
+static zc_status device_accumulate(zc_device *device, zc_stream *stream, void *to, const void *from, size_t count,
+                                   zc_dtype dtype, int add)
+{
+    cuda_operands one = {.base = from, .ranks = 1, .own = 1};
+    if (count == 0)
+        return ZC_OK;
+    ENQUEUE(device, stream, cuda_reduce, cuda_stream(stream), to, &one, count, dtype, add, NULL);
+}
+
+static zc_status device_sum_squares(zc_device *device, zc_stream *stream, device_stats *stats, uint32_t *flags,
+                                    const void *grad, size_t count, zc_dtype dtype)
+{
+    if (count == 0)
+        return ZC_OK;
+    ENQUEUE(device, stream, cuda_sum_squares, cuda_stream(stream), stats, flags, grad, count, dtype);
+}
+
+static zc_status device_fold_flags(zc_device *device, zc_stream *stream, device_stats *stats, const uint32_t *flags)
+{
+    ENQUEUE(device, stream, cuda_fold_flags, cuda_stream(stream), stats, flags);
+}
+
+static zc_status device_scale(zc_device *device, zc_stream *stream, void *to, const void *from, size_t count,
+                              zc_dtype dtype, double factor)
+{
+    if (count == 0)
+        return ZC_OK;
+    ENQUEUE(device, stream, cuda_scale, cuda_stream(stream), to, from, count, dtype, factor);
+}
+
+static zc_status device_update(zc_device *device, zc_stream *stream, const device_update_args *args)
+{
+    if (args->span_count == 0)
+        return ZC_OK;
+    ENQUEUE(device, stream, cuda_update, cuda_stream(stream), args);
+}
+
+/* ---- the step --------------------------------------------------------------------- */
+
+/* Makes room for the options of `groups` groups; what was there is not kept. */
+static zc_status reserve_options(cuda_device *cuda, size_t groups)
+{
+    cuda_options *options = &cuda->options;
+    void *memory;
+    if (groups <= options->room)
+        return ZC_OK;
+    optim_options *last = zc_realloc(options->last, groups * sizeof *last);
+    if (!last)
+        return zc_fail(ZC_ENOMEM, "no memory for the options of %zu groups", groups);
+    options->last = last;
+    ZC_TRY(cuda_memory_alloc(&cuda->memory, groups * sizeof *options->memory, &memory));
+    cuda_memory_free(&cuda->memory, options->memory);
+    options->memory = memory;
+    options->room = groups;
+    options->groups = 0;
+    return ZC_OK;
+}
+
+/* `lock` is held; `used` is recorded by the caller, whatever comes of this. */
+static zc_status enqueue_step(cuda_device *cuda, cudaStream_t stream, const device_step_args *args)
+{
+    cuda_options *options = &cuda->options;
+    size_t bytes = args->groups * sizeof *args->options;
+    ZC_TRY(reserve_options(cuda, args->groups));
+    if (options->in_use)
+        CUDA_TRY(cuda->ordinal, cudaStreamWaitEvent, stream, options->used, 0);
+    if (options->groups != args->groups || memcmp(options->last, args->options, bytes) != 0) {
+        options->groups = 0;
+        ZC_TRY(cuda_staging_upload(&cuda->upload, stream, options->memory, args->options, bytes));
+        memcpy(options->last, args->options, bytes);
+        options->groups = args->groups;
+    }
+    CUDA_TRY(cuda->ordinal, cuda_step_scalars, stream, args, options->memory);
+    return ZC_OK;
+}
+
+static zc_status step_locked(cuda_device *cuda, cudaStream_t stream, const device_step_args *args)
+{
+    zc_status status = enqueue_step(cuda, stream, args);
+    cudaError_t error = cudaEventRecord(cuda->options.used, stream);
+    if (error == cudaSuccess)
+        cuda->options.in_use = 1;
+    else
+        cudaStreamSynchronize(stream); /* the next stream cannot be told to wait: there must be nothing to wait for */
+    if (status == ZC_OK && error != cudaSuccess)
+        return cuda_fail(error, cuda->ordinal, "cudaEventRecord");
+    return status;
+}
+
+static zc_status device_step_scalars(zc_device *device, zc_stream *stream, const device_step_args *args)
+{
+    cuda_device *cuda = of(device);
+    int previous;
+    ZC_TRY(begin(device, stream, &previous));
+    pthread_mutex_lock(&cuda->lock);
+    zc_status status = step_locked(cuda, cuda_stream(stream), args);
+    pthread_mutex_unlock(&cuda->lock);
+    cuda_leave(cuda->ordinal, previous);
+    return status;
+}
+
+/* ---- life ---------------------------------------------------------------------------- */
+
+static zc_status device_synchronize(zc_device *device, zc_stream *stream)
+{
+    cuda_device *cuda = of(device);
+    int previous;
+    ZC_TRY(begin(device, stream, &previous));
+    cudaError_t error = cudaStreamSynchronize(cuda_stream(stream));
+    if (error == cudaSuccess) {
+        pthread_mutex_lock(&cuda->lock);
+        cuda_memory_tidy(&cuda->memory);
+        pthread_mutex_unlock(&cuda->lock);
+    }
+    return end(device, previous, error, "cudaStreamSynchronize");
+}
+
+static zc_status order_streams(cuda_device *cuda, cudaStream_t before, cudaStream_t after)
+{
+    CUDA_TRY(cuda->ordinal, cudaEventRecord, cuda->ordered, before);
+    CUDA_TRY(cuda->ordinal, cudaStreamWaitEvent, after, cuda->ordered, 0);
+    return ZC_OK;
+}
+
+static zc_status device_order(zc_device *device, zc_stream *before, zc_stream *after)
+{
+    cuda_device *cuda = of(device);
+    int previous;
+    ZC_TRY(begin(device, before, &previous));
+    use_stream(cuda, cuda_stream(after));
+    pthread_mutex_lock(&cuda->lock);
+    zc_status status = order_streams(cuda, cuda_stream(before), cuda_stream(after));
+    pthread_mutex_unlock(&cuda->lock);
+    cuda_leave(cuda->ordinal, previous);
+    return status;
+}
+
+/* Also of a device that could not be completed. */
+static void close_device(cuda_device *cuda)
+{
+    cuda_memory_free(&cuda->memory, cuda->options.memory);
+    cuda_memory_close(&cuda->memory); /* nothing runs after this */
+    cuda_staging_close(&cuda->upload);
+    cuda_staging_close(&cuda->download);
+    if (cuda->options.used)
+        cudaEventDestroy(cuda->options.used);
+    if (cuda->ordered)
+        cudaEventDestroy(cuda->ordered);
+    zc_free(cuda->options.last);
+    pthread_mutex_destroy(&cuda->lock);
+    pthread_mutex_destroy(&cuda->download_lock);
+    zc_free(cuda);
+}
+
+static void device_destroy(zc_device *device)
+{
+    int previous, ordinal = of(device)->ordinal;
+    zc_status status = cuda_enter(ordinal, &previous);
+    close_device(of(device));
+    if (status == ZC_OK)
+        cuda_leave(ordinal, previous);
+}
+
+static const device_ops cuda_ops = {
+    .name = "cuda",
+    .alloc = device_alloc,
+    .free = device_free,
+    .slot_alloc = device_slot_alloc,
+    .slot_map = device_slot_map,
+    .slot_unmap = device_slot_unmap,
+    .slot_free = device_slot_free,
+    .copy = device_copy,
+    .copy_far = device_copy,
+    .pack = device_pack,
+    .fill = device_fill,
+    .accumulate = device_accumulate,
+    .sum_squares = device_sum_squares,
+    .fold_flags = device_fold_flags,
+    .scale = device_scale,
+    .step_scalars = device_step_scalars,
+    .update = device_update,
+    .upload = device_upload,
+    .download = device_download,
+    .synchronize = device_synchronize,
+    .order = device_order,
+    .destroy = device_destroy,
+};
+
+static zc_status open_device(cuda_device *cuda)
+{
+    ZC_TRY(cuda_memory_open(&cuda->memory, cuda->ordinal));
+    ZC_TRY(cuda_slots_open(&cuda->slots, cuda->ordinal));
+    ZC_TRY(cuda_staging_open(&cuda->upload, cuda->ordinal, CUDA_STAGING_BLOCKS));
+    ZC_TRY(cuda_staging_open(&cuda->download, cuda->ordinal, DOWNLOAD_BLOCKS));
+    CUDA_TRY(cuda->ordinal, cudaEventCreateWithFlags, &cuda->options.used, cudaEventDisableTiming);
+    CUDA_TRY(cuda->ordinal, cudaEventCreateWithFlags, &cuda->ordered, cudaEventDisableTiming);
+    cuda->ops = cuda_ops;
+    cuda->ops.slot_step_bytes = cuda->slots.step_bytes;
+    cuda->device.ops = &cuda->ops;
+    return ZC_OK;
+}
+
+zc_status cuda_device_create(int ordinal, zc_device **out)
+{
+    int previous;
+    *out = NULL;
+    ZC_TRY(cuda_probe_gpu(ordinal));
+    ZC_TRY(cuda_enter(ordinal, &previous));
+    cuda_device *cuda = zc_calloc(1, sizeof *cuda);
+    zc_status status = cuda ? ZC_OK : zc_fail(ZC_ENOMEM, "no memory for the device of GPU %d", ordinal);
+    if (cuda) {
+        cuda->ordinal = ordinal;
+        pthread_mutex_init(&cuda->lock, NULL);
+        pthread_mutex_init(&cuda->download_lock, NULL);
+        status = open_device(cuda);
+    }
+    if (cuda && status != ZC_OK)
+        close_device(cuda);
+    cuda_leave(ordinal, previous);
+    if (status == ZC_OK)
+        *out = &cuda->device;
+    return status;
+}
+
+void cuda_device_use_stream(zc_device *device, cudaStream_t stream)
+{
+    use_stream(of(device), stream);
+}
+
+void cuda_device_forget_stream(zc_device *device, cudaStream_t stream)
+{
+    pthread_mutex_lock(&of(device)->lock);
+    cuda_memory_forget_stream(&of(device)->memory, stream);
+    pthread_mutex_unlock(&of(device)->lock);
+}

@@ -4,6 +4,7 @@ Objects of the core are compiled once per set of flags and kept in build/ctest, 
 only what changed is compiled again.
 """
 
+import functools
 import hashlib
 import os
 import platform
@@ -50,43 +51,51 @@ def flags_for(source, flavour):
     return [*SETUP["FLAGS"], f"-I{CSRC}", *FLAVOURS[flavour], *isa]
 
 
-def compile_object(source, flavour):
-    """The object of a source, made when the source, a header or the flags changed."""
-    flags = flags_for(source, flavour)
-    headers = sorted(CSRC.glob("*.h")) + sorted(source.parent.glob("*.h"))
-    state = hashlib.sha256(repr((CC, flags)).encode())
-    for path in [source, *headers]:
+def compile_object(source, folder, command, headers):
+    """The object of a source in a folder, made when the source, a header or the command changed."""
+    state = hashlib.sha256(repr([str(part) for part in command]).encode())
+    for path in [source, *sorted(headers)]:
         state.update(path.read_bytes())
-    target = BUILD / flavour / f"{source.stem}_{state.hexdigest()[:24]}.o"
+    target = folder / f"{source.stem}_{state.hexdigest()[:24]}.o"
     if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for old in target.parent.glob(f"{source.stem}_{'?' * 24}.o"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob(f"{source.stem}_{'?' * 24}.o"):
             old.unlink()
-        made = subprocess.run([CC, *flags, "-c", source, "-o", f"{target}.part"], capture_output=True, text=True)
+        made = subprocess.run([*command, "-c", source, "-o", f"{target}.part"], capture_output=True, text=True)
         assert made.returncode == 0, made.stderr
         assert "warning:" not in made.stderr, made.stderr
         os.replace(f"{target}.part", target)
     return target
 
 
-@pytest.fixture(scope="session")
-def core_objects():
-    """flavour -> objects of the core, compiled two at a time when first asked for."""
-    made = {}
-
-    def objects(flavour):
-        if flavour not in made:
-            with ThreadPoolExecutor(2) as pool:
-                made[flavour] = list(pool.map(lambda source: compile_object(source, flavour), CORE))
-        return made[flavour]
-
-    return objects
+def compile_all(compile_one, sources):
+    """The objects of sources, compiled two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(compile_one, sources))
 
 
-def run(command, deadline_s):
+def compile_core(source, flavour):
+    return compile_object(source, BUILD / flavour, [CC, *flags_for(source, flavour)],
+                          {*CSRC.rglob("*.h"), *source.parent.glob("*.h")})
+
+
+@functools.cache
+def core_objects(flavour):
+    """Objects of the core, compiled when first asked for."""
+    return compile_all(lambda source: compile_core(source, flavour), CORE)
+
+
+def link(binary, command, objects):
+    linked = subprocess.run([*command, *objects, "-o", binary], capture_output=True, text=True)
+    assert linked.returncode == 0, linked.stderr
+    return binary
+
+
+def run(command, deadline_s, environment=()):
     """Runs a program in its own process group, which is gone afterwards."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               env={**os.environ, **ENVIRONMENT}, start_new_session=True, stdin=subprocess.DEVNULL)
+                               env={**os.environ, **ENVIRONMENT, **dict(environment)}, start_new_session=True,
+                               stdin=subprocess.DEVNULL)
     try:
         output, _ = process.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
@@ -98,11 +107,8 @@ def run(command, deadline_s):
 
 
 @pytest.mark.parametrize(("program", "flavour"), CASES, ids=[f"{program.stem}-{flavour}" for program, flavour in CASES])
-def test_program(program, flavour, core_objects):
-    objects = [compile_object(program, flavour), *core_objects(flavour)]
-    binary = BUILD / flavour / program.stem
-    linked = subprocess.run([CC, *FLAVOURS[flavour], "-pthread", *objects, "-lm", "-o", binary], capture_output=True,
-                            text=True)
-    assert linked.returncode == 0, linked.stderr
+def test_program(program, flavour):
+    binary = link(BUILD / flavour / program.stem, [CC, *FLAVOURS[flavour], "-pthread"],
+                  [compile_core(program, flavour), *core_objects(flavour), "-lm"])
     status, output = run([binary], RUN_DEADLINE_S)
     assert status == 0, f"{binary.name} ended with status {status}:\n{output}"

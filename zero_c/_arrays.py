@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy
 
-from zero_c import _init, _options
-from zero_c._core import Communicator, Engine, Error, as_array
+from zero_c import _gpu, _init, _options
+from zero_c._core import Communicator, Engine, Error, GpuArray, as_array
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 STAGES = (0, 1, 2)
@@ -37,8 +37,8 @@ class ShardedOptimizer:
     """Optimizer state and gradients of `arrays` sharded over the ranks of `comm`. Collective.
 
     arrays          arrays, (name, array) pairs, a dict name -> array, or a list of groups {"params": ..., "lr": ...};
-                    NumPy or anything with __dlpack__ on the CPU; float32, float64, float16 or bfloat16.
-                    All ranks continue from rank 0's values
+                    NumPy or anything with __dlpack__; float32, float64, float16 or bfloat16. On the CPU, or each
+                    rank's on a GPU of its own. All ranks continue from rank 0's values
     optimizer       "adamw", "adam" or "sgd", with torch.optim's options and defaults
     stage           0: nothing is sharded; 1: optimizer state; 2: and gradients
     max_grad_norm   step() clips to it
@@ -48,10 +48,15 @@ class ShardedOptimizer:
     bucket_mb       size of a reduction window; by default 1/128 of the gradient, between 0.25 and 1
     shared_params   parameters live once per host
     in_place        the caller's arrays get the new values; otherwise only param(i) does
+    deterministic   on GPUs: gradients are summed in rank order; by default while all ranks are on one host
+
+    On a GPU everything is enqueued on the legacy default stream, without waiting for it unless a norm or a skipped step
+    has to be known. An array that is given must not be used for something else by work on a non-blocking stream before
+    that stream has been ordered after the default one.
     """
 
     def __init__(self, arrays, optimizer="adamw", *, stage=2, max_grad_norm=None, loss_scale=None, skip_nonfinite=None,
-                 reduce_op="mean", bucket_mb=None, shared_params=False, comm=None, in_place=True, **options):
+                 reduce_op="mean", bucket_mb=None, shared_params=False, comm=None, in_place=True, deterministic=None, **options):
         defaults = _options.resolve(optimizer, options)
         _one_of("stage", stage, STAGES)
         _one_of("reduce_op", reduce_op, REDUCE_OPS)
@@ -59,6 +64,8 @@ class ShardedOptimizer:
         _positive("bucket_mb", bucket_mb, optional=True)
         _flag("shared_params", shared_params)
         _flag("in_place", in_place)
+        if deterministic is not None:
+            _flag("deterministic", deterministic)
         if skip_nonfinite is not None:
             _flag("skip_nonfinite", skip_nonfinite)
         if comm is not None and not isinstance(comm, Communicator):
@@ -70,22 +77,37 @@ class ShardedOptimizer:
         groups, members = _read_groups(arrays, optimizer, defaults)
         self.param_groups = groups
         self._names = [name for name, _, _ in members]
-        views = [as_array(array, in_place, name) for name, array, _ in members]
+        self._gpu = _gpu.common_device([(name, array) for name, array, _ in members])
+        if self._gpu is not None and shared_params:
+            raise ValueError("shared_params is for the CPU; ranks on GPUs have a copy each")
+        views = [self._look(array, in_place, name) for name, array, _ in members]
         self._dtypes = [dtype for _, dtype in views]
         self._shapes = [view.shape for view, _ in views]
         for name, dtype in zip(self._names, self._dtypes):
             if dtype not in FLOATS:
                 raise TypeError(f"{name} has dtype {dtype}; parameters must be one of {', '.join(FLOATS)}")
         if in_place:
-            _check_apart(self._names, [view for view, _ in views])
+            _check_apart(self._names, [self._span(view) for view, _ in views], None if self._gpu is not None else
+                         [view for view, _ in views])
         self._in_place = [view for view, _ in views] if in_place else None
         self.comm = comm if comm is not None else _init.init()
+        if self._gpu is not None:
+            self.comm = _gpu.communicator(self.comm, self._gpu, deterministic)
+        elif self.comm.gpu >= 0:
+            raise ValueError(f"the communicator is one of GPUs (GPU {self.comm.gpu}) and {self._names[0]} is on the CPU")
         self._mean = reduce_op == "mean"
-        params = [(name, view.size, dtype, group, array) for (name, array, group), (view, dtype) in zip(members, views)]
+        params = [(name, view.size, dtype, group, None if self._gpu is not None else array)
+                  for (name, array, group), (view, dtype) in zip(members, views)]
         config = {"bucket_bytes": max(1, int(bucket_mb * 2**20))} if bucket_mb is not None else {}
         self._engine = Engine(self.comm, params, self._core_groups(), rule=optimizer, stage=stage, mean=self._mean,
                               shared_params=shared_params, **config)
-        self._params = [self._engine.param(i).reshape(shape) for i, shape in enumerate(self._shapes)]
+        if self._gpu is None:
+            self._params = [self._engine.param(i).reshape(shape) for i, shape in enumerate(self._shapes)]
+        else:
+            for i, (view, _) in reversed(list(enumerate(views))):
+                self._engine.load_from_device(i, view)
+            self._engine.publish()
+            self._params = [self.param_dlpack(i) for i in range(len(self._shapes))]
         self._steps = 0
         self._clip_norm = None
         self.last_step = LastStep(None, self._scale(), False, 0, 0, True)
@@ -100,7 +122,7 @@ class ShardedOptimizer:
         """The gradient of parameter i in this backward: its dtype and shape, any strides. The memory is free afterwards."""
         i = self._index(i)
         name = f"gradient of {self._names[i]}"
-        view, dtype = as_array(gradient, False, name) if not _is_bits(gradient, self._dtypes[i]) else (gradient, "bfloat16")
+        view, dtype = (gradient, "bfloat16") if _is_bits(gradient, self._dtypes[i]) else self._look(gradient, False, name)
         if dtype != self._dtypes[i]:
             raise TypeError(f"{name} has dtype {dtype}; it must be {self._dtypes[i]}")
         if view.shape != self._shapes[i]:
@@ -157,14 +179,16 @@ class ShardedOptimizer:
     # ---- looking in ------------------------------------------------------
 
     def param(self, i):
-        """The engine's own view of parameter i, as step() writes it (bfloat16: its bits, as uint16)."""
+        """The engine's own view of parameter i, as step() writes it (bfloat16: its bits, as uint16).
+
+        On a GPU an object with __dlpack__.
+        """
         return self._params[self._index(i)]
 
     def param_dlpack(self, i):
         """The same memory for other libraries: an object with __dlpack__."""
         i = self._index(i)
-        strides = [stride // self._params[i].itemsize for stride in self._params[i].strides]
-        return self._engine.param_dlpack(i, self._shapes[i], strides)
+        return self._engine.param_dlpack(i, self._shapes[i], _row_major(self._shapes[i]))
 
     def refresh(self, i=None):
         """After param(i), or all of them, was written from outside: the exact values step() keeps follow."""
@@ -216,9 +240,31 @@ class ShardedOptimizer:
             self._engine.end_round()
 
     def _write_back(self):
-        if self._in_place is not None:
-            for array, param in zip(self._in_place, self._params):
-                numpy.copyto(array, param)
+        if self._in_place is None:
+            return
+        for i, array in enumerate(self._in_place):
+            if self._gpu is None:
+                numpy.copyto(array, self._params[i])
+            else:
+                self._engine.copy_param(i, array)
+
+    def _look(self, array, writable, name):
+        """An array where the parameters are: (what the engine takes, its dtype)."""
+        if self._gpu is None:
+            return as_array(array, writable, name)
+        if _gpu.device_of(array) is None:
+            raise TypeError(f"{name} is not on GPU {self._gpu}, where the parameters are")
+        view = GpuArray(array, _gpu.LEGACY_STREAM, name)
+        if writable and not view.writable:
+            raise BufferError(f"{name} is read-only or not contiguous and would have to be written; pass a writable contiguous "
+                              f"copy, or in_place=False")
+        return view, view.dtype
+
+    def _span(self, view):
+        """(first, end) of an array's memory."""
+        if self._gpu is None:
+            return numpy.lib.array_utils.byte_bounds(view)
+        return view.address, view.address + view.size * (8 if view.dtype == "float64" else 4 if view.dtype == "float32" else 2)
 
 
 # ---- arguments ---------------------------------------------------------------
@@ -259,11 +305,16 @@ def _read_groups(arrays, optimizer, defaults):
     return groups, members
 
 
-def _check_apart(names, views):
-    """Arrays that are written may not share memory."""
-    spans = sorted((*numpy.lib.array_utils.byte_bounds(view), number) for number, view in enumerate(views) if view.size)
+def _row_major(shape):
+    """Strides, in elements, of a contiguous array."""
+    return [math.prod(shape[dim + 1:]) for dim in range(len(shape))]
+
+
+def _check_apart(names, spans, views):
+    """Arrays that are written may not share memory; spans: (first, end) of each; views: NumPy's, which may interleave."""
+    spans = sorted((first, end, number) for number, (first, end) in enumerate(spans) if end > first)
     for (_, end, one), (begin, _, other) in zip(spans, spans[1:]):
-        if begin < end and numpy.shares_memory(views[one], views[other]):
+        if begin < end and (views is None or numpy.shares_memory(views[one], views[other])):
             raise ValueError(f"{names[one]} and {names[other]} share memory; give each array once")
 
 

@@ -6,6 +6,7 @@ import zero_c
 
 from ._guard import GuardedParameter
 
+DEVICES = ("cpu", "cuda")
 DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 # Wrappers that shard or synchronise on their own, by the name of their class.
@@ -111,6 +112,19 @@ def check_once(groups, names):
             seen[id(tensor)] = number
 
 
+def device_of(named):
+    """Where all of these (name, tensor) pairs are; those on the meta device are anywhere."""
+    found = None
+    for name, tensor in named:
+        if tensor.is_meta:
+            continue
+        if found is not None and tensor.device != found[1]:
+            raise ValueError(f"'{found[0]}' is on '{found[1]}' and '{name}' on '{tensor.device}'; all parameters and buffers must "
+                             f"be on one device")
+        found = name, tensor.device
+    return torch.device("cpu") if found is None else found[1]
+
+
 def check_tensor(tensor, name, active_hook, meta=False):
     """A tensor that the engine can own, or an error that says why not."""
     kind = type(tensor)
@@ -126,8 +140,8 @@ def check_tensor(tensor, name, active_hook, meta=False):
                          f"get a gradient; optimize the tensor it was computed from, or detach it first")
     if tensor.layout != torch.strided:
         raise TypeError(f"parameter '{name}' has layout {tensor.layout}; only dense (strided) ones are supported")
-    if tensor.device.type != "cpu" and not (meta and tensor.is_meta):
-        raise ValueError(f"parameter '{name}' is on device '{tensor.device}'; this backend needs 'cpu'")
+    if tensor.device.type not in DEVICES and not (meta and tensor.is_meta):
+        raise ValueError(f"parameter '{name}' is on device '{tensor.device}'; legal are 'cpu' and 'cuda'")
     if tensor.requires_grad and tensor.dtype not in DTYPES:
         legal = ", ".join(sorted(DTYPES.values()))
         raise TypeError(f"parameter '{name}' has dtype {tensor.dtype}; legal: {legal}")

@@ -26,7 +26,7 @@ COPIES = {"clone", "__deepcopy__"}
 
 def nan_guard(tensor):
     """One NaN of the tensor's own, expanded to its shape."""
-    return torch.full((), math.nan, dtype=tensor.dtype).expand(tensor.shape)
+    return torch.full((), math.nan, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def guarded_in(value):

@@ -9,7 +9,7 @@ import numpy
 import torch
 
 import zero_c
-from zero_c import _core, _options
+from zero_c import _core, _gpu, _options
 
 from . import _agree, _arguments, _meta, _place, _stage3, _state, _units
 from ._scale import LossScale, is_positive
@@ -36,7 +36,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     init        stage 3, of a module on the meta device: a function that initialises the parameters and buffers of one
                 module (not of its children), called for each; by default their reset_parameters()
     shared_params   parameters live once per host
+    deterministic   on GPUs: gradients are summed in rank order; by default while all ranks are on one host
     comm        a Communicator; by default that of zero_c.init()
+
+    All parameters and buffers are on the CPU, or each rank's on a GPU of its own.
 
     The parameters' memory moves into the engine and stays there. After a backward `.grad` shows NaN: the engine
     has the gradient (`opt.grad(p)`), and step() consumes it. At stage 3 a parameter has its value during its unit's
@@ -55,7 +58,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def prepare():
             check_settings(stage, max_grad_norm, skip_nonfinite, reduce_op, bucket_mb)
-            check_without_effect(stage, units, prefetch, weights, init, deterministic)
+            check_without_effect(stage, units, prefetch, weights, init)
             defaults = _options.resolve(optimizer, options)
             whole = params if isinstance(params, torch.nn.Module) else module
             if module is not None and whole is params:
@@ -65,6 +68,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             scale = LossScale(loss_scale)
             groups = _arguments.read_groups(params)
             names = self._check(groups, defaults, optimizer, whole, meta=stage == 3)
+            device = self._find_device(groups, names, whole, shared_params, deterministic)
             layout = plan_units(whole, units, groups, names, shared_params) if stage == 3 else None
             if init is not None and not _meta.is_on_meta(whole):
                 raise ValueError("init= initialises what is on the meta device, and nothing of this module is; leave it out")
@@ -77,10 +81,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 lines += [_agree.describe_tensor(f"buffer '{name}'", buffer) for name, buffer in whole.named_buffers()]
             if layout is not None:
                 lines += [f"{unit!r}: " + ", ".join(name for name, _ in unit.members) for unit in layout]
-            return lines, (defaults, groups, names, whole, scale, layout, files)
+            return lines, (defaults, groups, names, whole, scale, layout, files, device)
 
-        defaults, groups, names, whole, self._scale, layout, files = _agree.checked(
+        defaults, groups, names, whole, self._scale, layout, files, device = _agree.checked(
             self._comm, "construction of ShardedOptimizer", prepare)
+        if device.type == "cuda":
+            self._comm = _gpu.communicator(self._comm, device.index, deterministic)
         replaced = None
         if stage == 3 and _meta.is_on_meta(whole):
             replaced = _meta.Replacement(whole)
@@ -125,6 +131,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._built = True
 
     # ---- construction --------------------------------------------------------
+
+    def _find_device(self, groups, names, module, shared_params, deterministic):
+        """Where parameters and buffers are, which must be one place that fits the other arguments."""
+        named = [(names[id(tensor)], tensor) for group in groups for tensor in group["params"]]
+        if module is not None:
+            named += [*module.named_parameters(), *module.named_buffers()]
+        device = _arguments.device_of(named)
+        if device.type == "cuda" and shared_params:
+            raise ValueError("shared_params=True is for the CPU; ranks on GPUs have a copy each")
+        if device.type == "cuda" and any(tensor.is_meta for _, tensor in named):
+            raise ValueError("a module that is partly on the meta device and partly on a GPU cannot be filled; build all of it "
+                             "under torch.device('meta'), or all of it on the GPU")
+        if device.type == "cpu" and self._comm.gpu >= 0:
+            raise ValueError(f"the parameters are on the CPU and the communicator is one of GPUs (GPU {self._comm.gpu})")
+        if device.type == "cpu" and deterministic is not None:
+            raise ValueError(f"deterministic={deterministic!r} has an effect on NCCL only (on the CPU sums are always in rank "
+                             f"order); leave it out")
+        return device
 
     def _check(self, groups, defaults, optimizer, module, first_group=0, meta=False):
         """Names of all parameters of the groups, which are as they must be."""
@@ -329,7 +353,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise ValueError(f"this tensor of shape {tuple(p.shape)} is not a parameter of the optimizer")
 
     def _read(self, index, parameter, role, factor=1.0):
-        array = _place.as_tensor(self._engine.read(index, role, factor))
+        array = _place.as_tensor(self._engine.read(index, role, factor)).to(parameter.device)
         strides = self._managed[index][2][3]
         return array.as_strided(parameter.shape, strides) if parameter.numel() else array.view(parameter.shape)
 
@@ -378,6 +402,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _settle(self):
         """Before all that is collective: parameters are in place, nothing is left in .grad."""
+        _place.follow_stream(self._engine)
         if self._windows is not None:
             self._windows.check()
         found = self._hooks.check()
@@ -478,7 +503,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _fetch(self, p):
         if id(p) not in self._sharded:
             self._find(p)  # says that it is none of ours
-        return _place.shaped(self._engine.fetch(self._sharded[id(p)]), self._windows.layout[id(p)], p.dtype)
+        return _place.shaped(self._engine.fetch(self._sharded[id(p)]), self._windows.layout[id(p)], p.dtype).to(p.device)
 
     @contextlib.contextmanager
     def gathered(self, *params, write=False):
@@ -518,7 +543,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                                    "reaches all ranks")
             return
         for identity, (p, copy) in own.items():
-            self._engine.store(self._sharded[identity], _place.flat(copy, self._windows.layout[identity][1]))
+            self._engine.store(self._sharded[identity], _place.flat(copy, self._windows.layout[identity][1]).cpu())
         self._windows.changed()
 
     def sync_buffers(self):
@@ -608,7 +633,7 @@ def plan_units(module, units, groups, names, shared_params):
     return layout
 
 
-def check_without_effect(stage, units, prefetch, weights, init, deterministic):
+def check_without_effect(stage, units, prefetch, weights, init):
     """Options that would do nothing here are refused."""
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         raise ValueError(f"prefetch is {prefetch!r}; legal: 0 or a larger whole number")
@@ -616,6 +641,3 @@ def check_without_effect(stage, units, prefetch, weights, init, deterministic):
                                ("init", init, None)):
         if value is not plain and value != plain and stage != 3:
             raise ValueError(f"{name}={value!r} has an effect at stage 3 only; leave it out")
-    if deterministic is not None:
-        raise ValueError(f"deterministic={deterministic!r} has an effect on NCCL only (this backend always sums in "
-                         f"rank order); leave it out")

@@ -11,7 +11,7 @@ import zero_c
 from zero_c import _core
 
 from . import _guard
-from ._arguments import dense_strides, overlaps_itself
+from ._arguments import DEVICES, dense_strides, overlaps_itself
 
 # DLPack's codes of the dtypes that the engine takes.
 CODES = {torch.float32: (2, 32), torch.float64: (2, 64), torch.float16: (2, 16), torch.bfloat16: (4, 16)}
@@ -21,7 +21,7 @@ def flat(tensor, strides):
     """The elements in the order in which they lie in memory, where the strides are its own; otherwise of a copy."""
     values = tensor.detach()
     if tensor.numel() and values.stride() != tuple(strides):
-        values = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(values)
+        values = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(values)
     return values.as_strided((tensor.numel(),), (1,))
 
 
@@ -30,7 +30,7 @@ def load(engine, first, tensors):
     for index in reversed(range(len(tensors))):
         tensor = tensors[index]
         strides = dense_strides(tensor)
-        engine.load_param(first + index, flat(tensor, strides))
+        engine.load_param(first + index, flat(tensor, strides).cpu())
         if tensor.numel():
             tensor.data = torch.from_dlpack(engine.param_dlpack(first + index, tuple(tensor.shape), tuple(strides)))
     complete(engine)
@@ -47,7 +47,7 @@ def load_sharded(engine, tensors, later):
         tensor = tensors[index]
         strides = later.get(id(tensor)) or tuple(dense_strides(tensor))
         if id(tensor) not in later:
-            engine.load_param(index, flat(tensor, strides))
+            engine.load_param(index, flat(tensor, strides).cpu())
         views[index] = tensor.data
         if tensor.numel():
             views[index] = torch.from_dlpack(engine.param_dlpack(index, tuple(tensor.shape), strides))
@@ -102,6 +102,8 @@ def complete(engine):
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+    if engine.gpu >= 0:
+        torch.cuda.empty_cache()
     engine.publish()
     settle_allocator(engine.plan()["ring_bytes"])
 
@@ -123,8 +125,9 @@ def settle_allocator(ring_bytes):
 
 def check_plain(tensor, name, what):
     """A buffer or frozen parameter that can be broadcast."""
-    if tensor.layout != torch.strided or tensor.device.type != "cpu":
-        raise ValueError(f"{what} '{name}' is on '{tensor.device}' with layout {tensor.layout}; needed: dense, on 'cpu'")
+    if tensor.layout != torch.strided or tensor.device.type not in DEVICES:
+        raise ValueError(f"{what} '{name}' is on '{tensor.device}' with layout {tensor.layout}; needed: dense, on 'cpu' or "
+                         f"'cuda'")
     if overlaps_itself(tensor):
         raise ValueError(f"{what} '{name}' is expanded or overlaps itself (shape {tuple(tensor.shape)}, strides "
                          f"{tensor.stride()}); register a clone()")
@@ -137,7 +140,7 @@ def broadcast(comm, tensors):
             continue
         values = tensor.detach()
         strides = dense_strides(values)
-        whole = flat(values, strides)
+        whole = flat(values, strides).cpu()
         comm.broadcast(whole.view(torch.uint8), 0)
         if whole.data_ptr() != values.data_ptr():
             values.copy_(torch.as_strided(whole, values.shape, strides))
@@ -159,7 +162,7 @@ class Guards:
 def new_hooks(engine, managed, windowed=False):
     """The table of parameters in the core; `managed`: the growing list of (name, parameter, its layout_of)."""
     return _core.Hooks(engine, torch.autograd.Variable._execution_engine.queue_callback,
-                       torch._C._current_autograd_node, describe, functools.partial(relayout, managed, windowed),
+                       torch._C._current_autograd_node, describe, stream_of, functools.partial(relayout, managed, windowed),
                        getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
 
 
@@ -174,9 +177,21 @@ def attach(hooks, guards, tensor, place, windowed=False):
 
 def describe(tensor):
     """What the core has to know of a tensor, where torch has no exchange table."""
-    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.dtype not in CODES:
-        raise BufferError("not a dense floating-point tensor on the CPU")
-    return (tensor.data_ptr(), *CODES[tensor.dtype], tuple(tensor.shape), tuple(tensor.stride()))
+    if tensor.layout != torch.strided or tensor.device.type not in DEVICES or tensor.dtype not in CODES:
+        raise BufferError("not a dense floating-point tensor on the CPU or a GPU")
+    gpu = tensor.device.index if tensor.is_cuda else -1
+    return (tensor.data_ptr(), *CODES[tensor.dtype], tuple(tensor.shape), tuple(tensor.stride()), gpu)
+
+
+def stream_of(gpu):
+    """The address of the stream on which torch works on a GPU now."""
+    return torch.cuda.current_stream(gpu).cuda_stream
+
+
+def follow_stream(engine):
+    """On a GPU the engine works where torch does; the hooks see to that in backward."""
+    if engine.gpu >= 0:
+        engine.use_stream(stream_of(engine.gpu))
 
 
 def relayout(managed, windowed, index, grad):
@@ -190,7 +205,7 @@ def relayout(managed, windowed, index, grad):
     if grad.shape != parameter.shape or grad.dtype != parameter.dtype or grad.device != parameter.device:
         raise TypeError(f"parameter '{name}' ({tuple(parameter.shape)}, {parameter.dtype}, {parameter.device}) got a "
                         f"gradient that is {tuple(grad.shape)}, {grad.dtype}, on {grad.device}; they must be alike")
-    return torch.empty_strided(parameter.shape, put[3], dtype=grad.dtype).copy_(grad.detach())
+    return torch.empty_strided(parameter.shape, put[3], dtype=grad.dtype, device=grad.device).copy_(grad.detach())
 
 
 def layout_of(tensor):
@@ -210,5 +225,5 @@ def replaced(name):
 
 
 def as_tensor(array):
-    """A NumPy array of the engine as a tensor over the same memory."""
-    return torch.from_numpy(numpy.asarray(array))
+    """What the engine gives, a NumPy array or on a GPU an object with __dlpack__, as a tensor over the same memory."""
+    return torch.from_numpy(array) if isinstance(array, numpy.ndarray) else torch.from_dlpack(array)

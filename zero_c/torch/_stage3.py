@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import zero_c
 
-from . import _guard, _units
+from . import _guard, _place, _units
 
 graph_task = torch._C._current_graph_task_id
 next_node_number = torch._C._autograd._get_sequence_nr
@@ -191,6 +191,7 @@ class Runtime:
     def __init__(self, owner, engine, module, units, trained, layout):
         self.owner = weakref.ref(owner)  # the ShardedOptimizer
         self.engine, self.units, self.rank = engine, units, engine.comm.rank
+        self.device = torch.device("cpu") if engine.gpu < 0 else torch.device("cuda", engine.gpu)
         self.trained = trained  # id(parameter) -> the engine's index, of those that are not frozen
         self.tree = _units.tree(module)
         self.steps = 0  # how often the parameters changed
@@ -237,6 +238,7 @@ class Runtime:
         user = self.engine.unit_user(unit.index)
         if user is not None and user != unit.index:
             self._displace(self.units[user], unit, backward)
+        _place.follow_stream(self.engine)
         # A recomputed forward belongs to the order of the backward that it is a part of.
         self.engine.acquire(unit.index, backward or graph_task() != NO_TASK)
         try:
@@ -321,7 +323,7 @@ class Runtime:
             self._begin_outermost(call)
 
     def _begin_outermost(self, call):
-        if not self.warned and torch.is_autocast_enabled("cpu") and any(
+        if not self.warned and torch.is_autocast_enabled(self.device.type) and any(
                 parameter.dtype == torch.float32 for unit in self.used for _, parameter in unit.members):
             self.warned = True
             warnings.warn("autocast keeps a 16-bit copy of every float32 weight until backward, which stage 3 cannot "
@@ -428,7 +430,7 @@ class Runtime:
 
     def unit_of(self, tensor):
         """The unit in whose memory a tensor lies, or None."""
-        if tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():
+        if tensor.layout != torch.strided or tensor.device.type != self.device.type or not tensor.numel():
             return None
         address = tensor.data_ptr()
         position = bisect.bisect_right(self.range_starts, address) - 1

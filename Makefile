@@ -7,7 +7,7 @@ PYTEST := $(VENV)/bin/pytest -q
 # Python files are used where they lie; these ask for a new build.
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.[ch] csrc/cuda/*)
 
-.PHONY: help venv demo test long asan tsan bench lint clean
+.PHONY: help venv demo test long asan tsan cuda emulate bench lint clean
 
 help:
 	@echo "make venv    environment in $(VENV): pinned requirements, zero_c built in this folder"
@@ -16,6 +16,8 @@ help:
 	@echo "make long    the tests that take minutes each"
 	@echo "make asan    C tests, and the extension under Python, with address and undefined behaviour checks"
 	@echo "make tsan    C tests with the thread sanitizer"
+	@echo "make cuda    the CUDA part compiled by nvcc for every architecture, without spills, with wide accesses"
+	@echo "make emulate every test of the CUDA part on an emulated CUDA and NCCL, without a GPU"
 	@echo "make bench   time and memory against other packages"
 	@echo "make lint    layers of the C sources, exports, stubs"
 	@echo "make clean   remove what was built ($(VENV) stays)"
@@ -51,6 +53,12 @@ asan: venv
 
 tsan: venv
 	$(PYTEST) tests/test_c.py -k "thread"
+
+cuda: venv
+	$(PYTEST) tests/test_cuda_build.py
+
+emulate: venv
+	$(PYTEST) -m "long or not long" tests/test_cuda.py tests/test_gpu_arrays.py
 
 bench: venv
 	$(RUN) benchmarks/run.py

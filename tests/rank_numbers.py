@@ -1,5 +1,8 @@
-"""What ranks do in test_equivalence.py and test_memory_traffic.py, with NumPy only: a rank starts at once."""
+"""What ranks do in test_equivalence.py, test_gpu_arrays.py and test_memory_traffic.py, with NumPy only: a rank starts
+at once.
+"""
 
+import itertools
 import os
 
 import numpy
@@ -19,9 +22,48 @@ def as_given(values, dtype):
     return values.view(BFLOAT16) if dtype == "bfloat16" else values
 
 
-def sharded(scenario, comm):
+class Host:
+    """Where arrays are: the CPU."""
+
+    def give(self, values, dtype):
+        return values
+
+    def take(self, array):
+        return array
+
+    def finish(self, opt):
+        pass
+
+
+class Gpu:
+    """The emulated GPU of this rank; `schedule` is (seed, eager), see emu_reset."""
+
+    def __init__(self, rank, schedule):
+        import cuda_arrays
+        import cuda_build
+        import zero_c._gpu
+
+        self.arrays, self.rank = cuda_arrays, rank
+        zero_c._gpu.PLUGIN = cuda_build.build_plugin()
+        cuda_arrays.reset(*schedule)
+
+    def give(self, values, dtype):
+        return self.arrays.to_gpu(as_given(values, dtype), self.rank)
+
+    def take(self, array):
+        values = self.arrays.to_host(array)
+        return values.view(numpy.uint16) if values.dtype == BFLOAT16 else values
+
+    def finish(self, opt):
+        """Closes everything on the GPU, since the next run is on a new machine."""
+        opt.comm.close()
+        assert not self.arrays.findings(), self.arrays.findings()
+
+
+def sharded(scenario, comm, place=None):
     """The optimizer that the scenario asks for, and its parameters in groups."""
-    arrays = [as_given(values, param["dtype"])
+    place = place or Host()
+    arrays = [place.give(as_given(values, param["dtype"]), param["dtype"])
               for values, param in zip(initial_values(scenario), scenario["params"], strict=True)]
     groups = [{**options, "params": [array for array, param in zip(arrays, scenario["params"], strict=True)
                                      if param["group"] == number]}
@@ -31,10 +73,13 @@ def sharded(scenario, comm):
     return zero_c.ShardedOptimizer(groups, scenario["optimizer"], comm=comm, **how), arrays
 
 
-def play(scenario):
-    """Runs a scenario; what this rank holds afterwards, in the form of scenarios.reference_run()."""
+def play(scenario, schedule=None):
+    """Runs a scenario, on a GPU with a schedule; what this rank holds afterwards, in the form of
+    scenarios.reference_run().
+    """
     comm = zero_c.init()
-    opt, arrays = sharded(scenario, comm)
+    place = Host() if schedule is None else Gpu(comm.rank, schedule)
+    opt, arrays = sharded(scenario, comm, place)
     count = len(scenario["params"])
     steps = []
     for number, this in enumerate(scenario["steps"]):
@@ -47,7 +92,7 @@ def play(scenario):
             for index in reversed(range(count)):
                 part = gradient(scenario, number, turn, comm.rank, index)
                 if part is not None:
-                    opt.add_grad(index, part)
+                    opt.add_grad(index, place.give(part, scenario["params"][index]["dtype"]))
                     gave = True
             # step() ends the last round by itself, and joins it on a rank that had nothing to give
             if not last or (gave and comm.rank % 2):
@@ -62,26 +107,27 @@ def play(scenario):
         steps.append(seen | {"norm": norm, "skipped": bool(opt.last_step.skipped),
                              "nonfinite": bool(opt.last_step.nonfinite)})
     state = [opt.full_state(index) for index in range(count)]
-    params = [opt.param(index).copy() for index in range(count)]
+    params = [place.take(opt.param(index)).copy() for index in range(count)]
     for array, param in zip(arrays, params, strict=True):  # the caller's arrays have followed
-        assert array.tobytes() == param.tobytes()
-    return {"steps": steps, "params": params, "masters": masters(opt),
+        assert place.take(array).tobytes() == param.tobytes()
+    found = masters(opt, params)
+    place.finish(opt)
+    return {"steps": steps, "params": params, "masters": found,
             "counts": [each.pop("step") for each in state], "state": state}
 
 
-def masters(opt):
+def masters(opt, params):
     """The exact value of each parameter, as fp32 (fp64); only the engine itself tells that of 16-bit ones."""
-    wide = (numpy.float32, numpy.float64)
-    return [opt.param(index).copy() if opt.param(index).dtype in wide
-            else opt._engine.read(index, "master").reshape(opt.param(index).shape) for index in range(len(opt))]
+    return [param.copy() if param.dtype in (numpy.float32, numpy.float64)
+            else opt._engine.read(index, "master").reshape(param.shape) for index, param in enumerate(params)]
 
 
-def digests(scenarios):
+def digests(scenarios, schedules=(None,)):
     """The digest of each scenario's result: the results themselves are many arrays."""
     if "ZERO_C_TEST_CORES" in os.environ:
         usable = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, usable[:int(os.environ["ZERO_C_TEST_CORES"])])
-    return [digest(play(each)) for each in scenarios]
+    return [digest(play(each, schedule)) for each, schedule in zip(scenarios, itertools.cycle(schedules))]
 
 
 def machine_has(isa):

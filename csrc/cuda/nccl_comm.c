@@ -129,6 +129,18 @@ static int forked(const nccl_comm *comm)
 
 /* ---- channels and regions ---------------------------------------------------- */
 
+/* What channels and regions need to the end: everything but the lanes and the host's communicator. */
+static void release(nccl_comm *comm)
+{
+    if (comm->device) {
+        comm->device->ops->free(comm->device, comm->scratch, comm->scratch_bytes);
+        comm->device->ops->destroy(comm->device);
+    }
+    pthread_cond_destroy(&comm->wake);
+    pthread_mutex_destroy(&comm->lock);
+    zc_free(comm);
+}
+
 static void free_channel(nccl_channel *channel)
 {
     nccl_comm *comm = nccl_of(channel->public.comm);
@@ -166,6 +178,9 @@ static zc_status channel_open(zc_comm *public, const char *name, uint32_t tags, 
     channel->tags = tags;
     channel->tag = tag;
     snprintf(channel->name, sizeof channel->name, "%s", name);
+    pthread_mutex_lock(&comm->lock);
+    comm->channels++;
+    pthread_mutex_unlock(&comm->lock);
     *out = &channel->public;
     return ZC_OK;
 }
@@ -192,9 +207,15 @@ static void channel_close(comm_channel *public)
     nccl_channel *channel = nccl_channel_of(public);
     if (forked(nccl_of(public->comm)))
         return;
+    nccl_comm *comm = nccl_of(public->comm);
     end_operations(channel);
     comm_channel_close(channel->host);
     free_channel(channel);
+    pthread_mutex_lock(&comm->lock);
+    int last = --comm->channels == 0 && comm->closed;
+    pthread_mutex_unlock(&comm->lock);
+    if (last)
+        release(comm);
 }
 
 static zc_status region_alloc(comm_channel *public, size_t bytes, unsigned flags, comm_region **out)
@@ -411,6 +432,7 @@ static void close_lane(nccl_comm *comm, nccl_lane *lane, int finish)
         cudaEventDestroy(lane->probe.event);
 }
 
+/* Channels that are still open make every call on them fail from now on. */
 static void destroy(nccl_comm *comm)
 {
     int previous;
@@ -421,16 +443,15 @@ static void destroy(nccl_comm *comm)
         close_lane(comm, &comm->lane[k], finish && !comm->aborted);
     if (status == ZC_OK)
         cuda_leave(comm->ordinal, previous);
-    if (comm->device) {
-        comm->device->ops->free(comm->device, comm->scratch, comm->scratch_bytes);
-        comm->device->ops->destroy(comm->device);
-    }
     comm_region_free(comm->board);
     comm_channel_close(comm->host_channel);
     comm_close(comm->host);
-    pthread_cond_destroy(&comm->wake);
-    pthread_mutex_destroy(&comm->lock);
-    zc_free(comm);
+    pthread_mutex_lock(&comm->lock);
+    comm->aborted = comm->closed = 1;
+    int last = comm->channels == 0;
+    pthread_mutex_unlock(&comm->lock);
+    if (last)
+        release(comm);
 }
 
 static void close_comm(zc_comm *public)

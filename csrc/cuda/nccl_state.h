@@ -61,6 +61,8 @@ typedef struct nccl_comm {
     pthread_t watchdog;
     pthread_cond_t wake;          /* of the watchdog, at the end */
     int watching, ending;
+    size_t channels;              /* open: they, and their regions, may outlive close */
+    int closed;
 } nccl_comm;
 
 typedef struct nccl_tag {

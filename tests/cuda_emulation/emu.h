@@ -48,9 +48,12 @@ int emu_findings(char *text, size_t bytes);
 /* What is still allocated, mapped, reserved or open. */
 int emu_leaks(char *text, size_t bytes);
 
-/* Lines "file.c:12 cudaStreamWaitEvent": the places of StreamWaitEvent, EventSynchronize and StreamSynchronize. */
+/* Lines "file.c:12 cudaStreamWaitEvent": the places of waits of streams for events and of the host for any of them. */
 int emu_wait_sites(char *text, size_t bytes);
-/* Waits at this place ("file.c:12", or a line of the list) do nothing; NULL: all do what they should. */
+/*
+ * Waits at this place ("file.c:12", or a line of the list) do nothing; NULL: all do what they should.  At first it is
+ * the place that the environment's EMU_DROP_WAIT names; the list is appended to the file EMU_WAIT_SITES at exit.
+ */
 void emu_drop_wait(const char *site);
 
 uint64_t emu_operations(void); /* run since the reset */
@@ -60,6 +63,11 @@ uint64_t emu_trace_hash(void); /* of their order */
 void emu_peek(void *to, const void *device_from, size_t bytes);
 void emu_poke(void *device_to, const void *from, size_t bytes);
 
+/*
+ * NCCL's ranks are processes, one each, from the next id on: emu_nccl_shared.cc.  At first it is so where the
+ * environment says EMU_NCCL_PROCESSES=1.
+ */
+void emu_nccl_processes(int on);
 /*
  * The nth NCCL operation from now that rank `rank` of a communicator issues never
  * runs, and ncclCommGetAsyncError gives `result` there from then on; for

@@ -3,6 +3,7 @@
  */
 #include "emu_nccl_match.h"
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -26,6 +27,29 @@ int write_lines(const std::vector<std::string> &lines, char *text, size_t bytes)
 
 } // namespace
 
+namespace emu {
+
+settings::settings()
+{
+    const char *wait = getenv("EMU_DROP_WAIT"), *apart = getenv("EMU_NCCL_PROCESSES");
+    dropped = wait ? wait : "";
+    processes = apart && strcmp(apart, "1") == 0;
+}
+
+settings::~settings()
+{
+    nccl_stop();
+    const char *path = getenv("EMU_WAIT_SITES");
+    FILE *file = path ? fopen(path, "a") : nullptr;
+    if (!file)
+        return;
+    for (const std::string &site : wait_sites)
+        fprintf(file, "%s\n", site.c_str());
+    fclose(file);
+}
+
+} // namespace emu
+
 extern "C" {
 
 void emu_reset(uint64_t seed, int eager, int check)
@@ -34,6 +58,7 @@ void emu_reset(uint64_t seed, int eager, int check)
     const char *limit = getenv("EMU_DEADLOCK");
     uint64_t generation = the->generation;
     drop_all_memory();
+    shared_forget_ids();
     for (const stream_ref &queue : the->queues)
         queue->queue.clear(); /* streams, operations and launches refer to one another */
     for (const auto &open : the->comms)
@@ -46,6 +71,12 @@ void emu_reset(uint64_t seed, int eager, int check)
     the->check = check != 0;
     if (limit && atof(limit) > 0)
         the->deadlock_s = atof(limit);
+}
+
+void emu_nccl_processes(int on)
+{
+    std::unique_lock<std::mutex> lock = locked();
+    configured.processes = on != 0;
 }
 
 void emu_set_devices(int count)

@@ -167,11 +167,13 @@ struct world {
 
 /* What stays over resets. */
 struct settings {
-    bool protect = false, no_driver = false;
+    bool protect = false, no_driver = false, processes = false;
     int devices = 8, driver_version = 13000, nccl_version = 22809;
     std::map<int, int> attributes;
     std::set<std::string> wait_sites;
     std::string dropped;
+    settings();  /* from the environment: EMU_DROP_WAIT, EMU_NCCL_PROCESSES */
+    ~settings(); /* appends the wait sites to the file EMU_WAIT_SITES */
 };
 
 extern world *the;
@@ -219,6 +221,8 @@ void check_range(const vclock &clock, int component, const range &bytes, bool wr
 bool nccl_ready(const nccl_launch &launch);
 void nccl_run(const std::shared_ptr<nccl_launch> &launch);
 std::string nccl_describe(const nccl_launch &launch);
+uint64_t nccl_progress(); /* the->progress, and what happened in communicators that processes share */
+void nccl_stop();         /* nothing is run behind the host's back any more */
 
 } // namespace emu
 

@@ -57,14 +57,21 @@ bool told_to_fail(const char *function, ncclResult_t *result)
     return true;
 }
 
+int joined(const clique &all)
+{
+    return all.shared ? shared_joined(*all.shared) : all.joined;
+}
+
 /* Advances what is in progress by one poll. */
 ncclResult_t poll(communicator &comm)
 {
     if (comm.result != ncclSuccess)
         return comm.result;
-    if (!comm.joined && comm.group->joined < comm.group->ranks)
+    if (!comm.joined && joined(*comm.group) < comm.group->ranks)
         return ncclInProgress;
-    if (!comm.joined && comm.group->duplicate) {
+    if (!comm.joined && comm.group->shared)
+        comm.group->complaint = shared_duplicate(*comm.group->shared);
+    if (!comm.joined && !comm.group->complaint.empty()) {
         comm.last_error = comm.group->complaint;
         return comm.result = ncclInvalidUsage;
     }
@@ -237,12 +244,27 @@ void find_duplicates(clique &all)
     for (int a = 0; a < all.ranks; a++)
         for (int b = a + 1; b < all.ranks; b++) {
             std::shared_ptr<communicator> one = all.members[(size_t)a].lock(), other = all.members[(size_t)b].lock();
-            if (one && other && one->device == other->device) {
-                all.duplicate = true;
+            if (one && other && one->device == other->device)
                 all.complaint = "Duplicate GPU detected : rank " + std::to_string(a) + " and rank " +
                                 std::to_string(b) + " both on CUDA device " + std::to_string(one->device);
-            }
         }
+}
+
+ncclResult_t join_threads(const std::shared_ptr<communicator> &comm, const ncclUniqueId &id, int ranks)
+{
+    std::shared_ptr<clique> &all = the->cliques[std::string(id.internal, sizeof id.internal)];
+    if (!all) {
+        all = std::make_shared<clique>();
+        all->ranks = ranks;
+        all->members.resize((size_t)ranks);
+    }
+    if (all->ranks != ranks || all->joined == ranks || all->members[(size_t)comm->rank].lock())
+        return misuse(nullptr, ncclInvalidUsage, "ranks disagree about a communicator, or its id was used before");
+    comm->group = all;
+    all->members[(size_t)comm->rank] = comm;
+    if (++all->joined == ranks)
+        find_duplicates(*all);
+    return ncclSuccess;
 }
 
 } // namespace
@@ -267,7 +289,10 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id)
     if (told_to_fail("ncclGetUniqueId", &result))
         return result;
     memset(id, 0, sizeof *id);
-    snprintf(id->internal, sizeof id->internal, "emulated %ld %llu", (long)getpid(), (unsigned long long)++ids);
+    if (configured.processes)
+        shared_new_id(id);
+    else
+        snprintf(id->internal, sizeof id->internal, "emulated %ld %llu", (long)getpid(), (unsigned long long)++ids);
     return ncclSuccess;
 }
 
@@ -283,32 +308,28 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int ranks, ncclUniqueId id,
         return misuse(nullptr, ncclInvalidArgument, "ncclCommInitRankConfig with a rank that does not exist");
     if (config && (config->magic != EMU_NCCL_CONFIG_MAGIC || config->size < offsetof(ncclConfig_t, cgaClusterSize)))
         return misuse(nullptr, ncclInvalidArgument, "ncclCommInitRankConfig with a config that was not initialised");
-    std::shared_ptr<clique> &all = the->cliques[std::string(id.internal, sizeof id.internal)];
-    if (!all) {
-        all = std::make_shared<clique>();
-        all->ranks = ranks;
-        all->members.resize((size_t)ranks);
-    }
-    bool taken = all->ranks == ranks && (all->joined == ranks || all->members[(size_t)rank].lock());
-    if (all->ranks != ranks || taken)
-        return misuse(nullptr, ncclInvalidUsage, "ranks disagree about a communicator, or its id was used before");
     auto comm = std::make_shared<communicator>();
-    comm->handle = the->next_handle++;
     comm->rank = rank;
     comm->device = self().device;
     comm->blocking = !config || config->blocking != 0;
-    comm->group = all;
+    if (configured.processes) {
+        std::string why;
+        comm->group = std::make_shared<clique>();
+        comm->group->ranks = ranks;
+        if (!shared_join(*comm, id, &why))
+            return refuse(nullptr, ncclSystemError, why);
+    } else if ((result = join_threads(comm, id, ranks)) != ncclSuccess) {
+        return result;
+    }
+    comm->handle = the->next_handle++;
     comm->polls = comm->blocking ? 0 : (int)(the->random() % 4);
     the->comms[comm->handle] = comm;
-    all->members[(size_t)rank] = comm;
-    if (++all->joined == ranks)
-        find_duplicates(*all);
     the->progress++;
     the->moved.notify_all();
     *out = (ncclComm_t)(uintptr_t)comm->handle;
     if (!comm->blocking)
         return ncclInProgress;
-    if (!wait_for(lock, "ncclCommInitRankConfig", [&] { return comm->group->joined == ranks; }))
+    if (!wait_for(lock, "ncclCommInitRankConfig", [&] { return joined(*comm->group) == ranks; }))
         return refuse(nullptr, ncclRemoteError, "not all ranks came");
     if ((result = poll(*comm)) != ncclSuccess) {
         process_error = comm->last_error;

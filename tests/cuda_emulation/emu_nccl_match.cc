@@ -22,12 +22,12 @@ const char *nccl_name(nccl_kind kind)
     return names[(size_t)kind];
 }
 
-namespace {
-
-bool is_collective(const nccl_op &op)
+bool nccl_is_collective(const nccl_op &op)
 {
     return op.kind != nccl_kind::send && op.kind != nccl_kind::receive;
 }
+
+namespace {
 
 bool begun(const nccl_launch &launch)
 {
@@ -57,7 +57,7 @@ std::vector<const pending_op *> counterparts(const nccl_op &op)
 {
     const clique &group = *op.comm->group;
     std::vector<const pending_op *> all;
-    if (is_collective(op)) {
+    if (nccl_is_collective(op)) {
         for (const auto &member : group.members)
             all.push_back(find_pending(member, [&](communicator &comm) {
                 return look_up(comm.waiting_collectives, op.number);
@@ -81,6 +81,8 @@ bool executable(const nccl_op &op)
         return op.aborted && !op.done;
     if (op.dead)
         return false;
+    if (op.comm->group->shared)
+        return shared_executable(op);
     for (const pending_op *other : counterparts(op))
         if (!other || other->launch->ops[other->index].dead || !begun(*other->launch))
             return false;
@@ -113,63 +115,10 @@ void finish(const launch_ref &launch)
         complete_head(*place.first);
 }
 
-/* ---- what they do --------------------------------------------------------------- */
-
-void move(const std::vector<nccl_op *> &ops, const std::vector<std::vector<char>> &inputs)
-{
-    const nccl_op &first = *ops[0];
-    size_t ranks = ops.size(), element = nccl_type_bytes(first.type), slice = first.count * element;
-    size_t chunk = (first.count + ranks - 1) / ranks;
-    if (slice == 0) /* then buffers may be NULL */
-        return;
-    auto sum = [&](size_t owner, size_t offset, char *to, size_t count) {
-        std::vector<const char *> in;
-        for (size_t k = 0; k < ranks; k++)
-            in.push_back(inputs[(owner + 1 + k) % ranks].data() + offset * element);
-        nccl_reduce(first.type, first.op, to, in, count);
-    };
-    for (size_t r = 0; r < ranks; r++) {
-        nccl_op &mine = *ops[r];
-        switch (mine.kind) {
-        case nccl_kind::reduce_scatter:
-            sum(r, r * mine.count, mine.to, mine.count);
-            break;
-        case nccl_kind::all_reduce:
-            for (size_t owner = 0; owner < ranks && owner * chunk < mine.count; owner++)
-                sum(owner, owner * chunk, mine.to + owner * chunk * element,
-                    std::min(chunk, mine.count - owner * chunk));
-            break;
-        case nccl_kind::all_gather:
-            for (size_t q = 0; q < ranks; q++)
-                memcpy(mine.to + q * slice, inputs[q].data(), slice);
-            break;
-        case nccl_kind::broadcast:
-            memcpy(mine.to, inputs[(size_t)mine.peer].data(), slice);
-            break;
-        case nccl_kind::receive:
-            memcpy(mine.to, inputs[0].data(), slice);
-            break;
-        case nccl_kind::send:
-            break;
-        }
-    }
-}
-
-std::string text_of(const nccl_op &op)
-{
-    std::string text = site_text(op.site) + ", operation " + std::to_string(op.number) + ", count " +
-                       std::to_string(op.count) + ", type " + std::to_string(op.type);
-    if (op.kind == nccl_kind::reduce_scatter || op.kind == nccl_kind::all_reduce)
-        text += ", op " + std::to_string(op.op);
-    if (op.kind == nccl_kind::broadcast)
-        text += ", root " + std::to_string(op.peer);
-    return text;
-}
-
 bool agree(const nccl_op &a, const nccl_op &b)
 {
     bool reduces = a.kind == nccl_kind::reduce_scatter || a.kind == nccl_kind::all_reduce;
-    return (a.kind == b.kind || !is_collective(a)) && a.count == b.count && a.type == b.type &&
+    return (a.kind == b.kind || !nccl_is_collective(a)) && a.count == b.count && a.type == b.type &&
            (!reduces || a.op == b.op) && (a.kind != nccl_kind::broadcast || a.peer == b.peer);
 }
 
@@ -184,7 +133,7 @@ void run_together(const nccl_op &op)
     }
     for (nccl_op *other : ops)
         if (!agree(*ops[0], *other)) {
-            finding("ranks disagree: " + text_of(*ops[0]) + " and " + text_of(*other));
+            finding("ranks disagree: " + nccl_text(*ops[0]) + " and " + nccl_text(*other));
             for (nccl_op *stuck : ops) {
                 stuck->dead = true;
                 stuck->comm->result = ncclInvalidUsage;
@@ -194,7 +143,8 @@ void run_together(const nccl_op &op)
         }
     for (nccl_op *other : ops)
         inputs.emplace_back(other->from, other->from + other->from_bytes);
-    move(ops, inputs);
+    for (size_t r = 0; r < ops.size(); r++)
+        nccl_produce(*ops[r], r, ops.size(), inputs);
     for (nccl_op *other : ops) {
         other->done = true;
         forget(*other);
@@ -206,6 +156,52 @@ void run_together(const nccl_op &op)
 
 } // namespace
 
+void nccl_produce(const nccl_op &mine, size_t r, size_t ranks, const std::vector<std::vector<char>> &inputs)
+{
+    size_t element = nccl_type_bytes(mine.type), slice = mine.count * element;
+    size_t chunk = (mine.count + ranks - 1) / ranks;
+    auto sum = [&](size_t owner, size_t offset, char *to, size_t count) {
+        std::vector<const char *> in;
+        for (size_t k = 0; k < ranks; k++)
+            in.push_back(inputs[(owner + 1 + k) % ranks].data() + offset * element);
+        nccl_reduce(mine.type, mine.op, to, in, count);
+    };
+    if (slice == 0) /* then buffers may be NULL */
+        return;
+    switch (mine.kind) {
+    case nccl_kind::reduce_scatter:
+        sum(r, r * mine.count, mine.to, mine.count);
+        break;
+    case nccl_kind::all_reduce:
+        for (size_t owner = 0; owner < ranks && owner * chunk < mine.count; owner++)
+            sum(owner, owner * chunk, mine.to + owner * chunk * element, std::min(chunk, mine.count - owner * chunk));
+        break;
+    case nccl_kind::all_gather:
+        for (size_t q = 0; q < ranks; q++)
+            memcpy(mine.to + q * slice, inputs[q].data(), slice);
+        break;
+    case nccl_kind::broadcast:
+        memcpy(mine.to, inputs[(size_t)mine.peer].data(), slice);
+        break;
+    case nccl_kind::receive:
+        memcpy(mine.to, inputs[0].data(), slice);
+        break;
+    case nccl_kind::send:
+        break;
+    }
+}
+
+std::string nccl_text(const nccl_op &op)
+{
+    std::string text = site_text(op.site) + ", operation " + std::to_string(op.number) + ", count " +
+                       std::to_string(op.count) + ", type " + std::to_string(op.type);
+    if (op.kind == nccl_kind::reduce_scatter || op.kind == nccl_kind::all_reduce)
+        text += ", op " + std::to_string(op.op);
+    if (op.kind == nccl_kind::broadcast)
+        text += ", root " + std::to_string(op.peer);
+    return text;
+}
+
 bool nccl_ready(const nccl_launch &launch)
 {
     return begun(launch) && std::any_of(launch.ops.begin(), launch.ops.end(), executable);
@@ -216,13 +212,17 @@ void nccl_run(const launch_ref &launch)
     for (nccl_op &op : launch->ops) {
         if (!executable(op))
             continue;
-        if (!op.aborted) {
+        if (!op.aborted && !op.comm->group->shared) {
             run_together(op);
             return;
         }
-        if (op.to)
+        if (op.aborted && op.to)
             memset(op.to, 0xff, op.to_bytes);
+        if (!op.aborted && !shared_run(op))
+            return;
         op.done = true;
+        if (!op.aborted)
+            forget(op);
         finish(launch);
         return;
     }
@@ -237,10 +237,14 @@ std::string nccl_describe(const nccl_launch &launch)
         text += (text.empty() ? "" : ", ") + site_text(op.site) + ", operation " + std::to_string(op.number);
         if (op.aborted || op.dead)
             continue;
+        if (op.comm->group->shared) {
+            text += shared_missing(op);
+            continue;
+        }
         std::vector<const pending_op *> others = counterparts(op);
         for (size_t k = 0; k < others.size(); k++)
             if (!others[k])
-                text += is_collective(op) ? " misses rank " + std::to_string(k)
+                text += nccl_is_collective(op) ? " misses rank " + std::to_string(k)
                                           : " misses rank " + std::to_string(op.peer);
     }
     return text;

@@ -33,6 +33,7 @@ struct nccl_op {
     int site;
     uint64_t number;
     bool done, dead, aborted; /* dead: never runs, a fault or a mismatch */
+    bool staged;              /* ranks are processes: the input lies where peers find it */
 };
 
 struct nccl_launch {
@@ -47,11 +48,13 @@ struct pending_op {
     size_t index;
 };
 
+struct shared_clique; /* what processes share: emu_nccl_shared.cc */
+
 struct clique {
     int ranks, joined = 0;
-    bool duplicate = false;
-    std::string complaint;
+    std::string complaint; /* two ranks are on one device */
     std::vector<std::weak_ptr<communicator>> members;
+    std::shared_ptr<shared_clique> shared; /* its ranks are processes; empty: threads of this one */
 };
 
 struct communicator {
@@ -78,6 +81,27 @@ void nccl_enqueue(const launch_ref &launch);
 /* All of its operations complete without effect once their turn comes. */
 void nccl_abort(communicator &comm);
 bool nccl_idle(const communicator &comm);
+
+std::string nccl_text(const nccl_op &op);
+bool nccl_is_collective(const nccl_op &op);
+/* What rank r of `ranks` receives; a receive has its sender's input only. */
+void nccl_produce(const nccl_op &mine, size_t r, size_t ranks, const std::vector<std::vector<char>> &inputs);
+
+/* ---- ranks in processes of their own: emu_nccl_shared.cc ---- */
+
+void shared_new_id(ncclUniqueId *id);
+/* False, with a reason: no such clique any more, or the rank does not fit in. */
+bool shared_join(communicator &comm, const ncclUniqueId &id, std::string *why);
+int shared_joined(const shared_clique &shared);
+/* Two ranks on one device: the complaint, or "". */
+std::string shared_duplicate(const shared_clique &shared);
+/* Whether an operation whose launch has begun can do something: give its input or end. */
+bool shared_executable(const nccl_op &op);
+/* Does that; true: it is done. */
+bool shared_run(nccl_op &op);
+std::string shared_missing(const nccl_op &op);
+/* Ids that nobody of this process has joined with are void. */
+void shared_forget_ids();
 
 /* to[i] = in[0][i] op in[1][i] op ..., rounded to the type each time; emu_reduce.cc. */
 void nccl_reduce(ncclDataType_t type, ncclRedOp_t op, char *to, const std::vector<const char *> &in, size_t count);

@@ -290,22 +290,23 @@ static void report_deadlock(const std::string &what)
 bool wait_for(std::unique_lock<std::mutex> &lock, const std::string &what, const std::function<bool()> &over)
 {
     typedef std::chrono::system_clock time;
-    uint64_t seen = the->progress;
+    uint64_t seen = nccl_progress();
     time::time_point since = time::now();
     while (!over()) {
         if (the->broken != cudaSuccess)
             return false;
         if (step())
             continue;
-        if (the->progress != seen) {
-            seen = the->progress;
+        if (nccl_progress() != seen) {
+            seen = nccl_progress();
             since = time::now();
         }
         if (std::chrono::duration<double>(time::now() - since).count() >= the->deadlock_s) {
             report_deadlock(what);
             return false;
         }
-        the->moved.wait_until(lock, time::now() + std::chrono::milliseconds(20));
+        /* Other processes cannot notify. */
+        the->moved.wait_until(lock, time::now() + std::chrono::microseconds(configured.processes ? 200 : 20000));
     }
     return true;
 }

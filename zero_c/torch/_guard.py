@@ -25,8 +25,9 @@ COPIES = {"clone", "__deepcopy__"}
 
 
 def nan_guard(tensor):
-    """One NaN of the tensor's own, expanded to its shape."""
-    return torch.full((), math.nan, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    """One NaN of the tensor's own, expanded to its shape; one on the meta device will be on the CPU."""
+    device = torch.device("cpu") if tensor.is_meta else tensor.device
+    return torch.full((), math.nan, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 def guarded_in(value):

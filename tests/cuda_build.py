@@ -8,6 +8,7 @@ those of test_c.py.
 """
 
 import functools
+import hashlib
 import os
 import runpy
 import sysconfig
@@ -47,7 +48,8 @@ def include_flags():
     return None
 
 
-needs_headers = pytest.mark.skipif(include_flags() is None, reason="no headers of CUDA 13 (nvcc, CUDA_HOME, CUDA wheels)")
+needs_headers = pytest.mark.skipif(include_flags() is None,
+                                   reason="no headers of CUDA 13 (nvcc, CUDA_HOME, CUDA wheels)")
 
 
 def headers():
@@ -94,8 +96,10 @@ def build_plugin():
     folder = "cuda-plugin"
     sources = [*SETUP["plugin_sources"](ROOT), *sorted(EMULATION.glob("*.cc"))]
     objects = compile_all(lambda source: compile_one(source, "plain", folder, ["-fPIC"]), sources)
-    exports = BUILD / folder / "exports.map"
-    exports.write_text(f"{{ global: {' '.join(name + ';' for name in PLUGIN_EXPORTS)} local: *; }};\n")
+    text = f"{{ global: {' '.join(name + ';' for name in PLUGIN_EXPORTS)} local: *; }};\n"
+    exports = BUILD / folder / f"exports_{hashlib.sha256(text.encode()).hexdigest()[:8]}.map"
+    if not exports.exists():
+        exports.write_text(text)
     # Its own CUDA functions, whatever else the process has loaded.
     command = [CXX, "-shared", "-pthread", "-Wl,-Bsymbolic,-z,defs", f"-Wl,--version-script={exports}"]
     return link(BUILD / folder / "_cuda_emulated.so", command, [*objects, "-ldl", "-lm"])

@@ -60,11 +60,12 @@ def compile_object(source, folder, command, headers):
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob(f"{source.stem}_{'?' * 24}.o"):
-            old.unlink()
-        made = subprocess.run([*command, "-c", source, "-o", f"{target}.part"], capture_output=True, text=True)
+            old.unlink(missing_ok=True)
+        part = f"{target}.{os.getpid()}.part"
+        made = subprocess.run([*command, "-c", source, "-o", part], capture_output=True, text=True)
         assert made.returncode == 0, made.stderr
         assert "warning:" not in made.stderr, made.stderr
-        os.replace(f"{target}.part", target)
+        os.replace(part, target)
     return target
 
 
@@ -86,8 +87,15 @@ def core_objects(flavour):
 
 
 def link(binary, command, objects):
-    linked = subprocess.run([*command, *objects, "-o", binary], capture_output=True, text=True)
-    assert linked.returncode == 0, linked.stderr
+    """The program or library, made when its objects or the command changed; never seen half made."""
+    inputs = repr([str(part) for part in (*command, *objects)])
+    made_of = binary.with_name(f"{binary.name}.inputs")
+    if not (binary.exists() and made_of.exists() and made_of.read_text() == inputs):
+        part = binary.with_name(f"{binary.name}.{os.getpid()}.part")
+        linked = subprocess.run([*command, *objects, "-o", part], capture_output=True, text=True)
+        assert linked.returncode == 0, linked.stderr
+        os.replace(part, binary)
+        made_of.write_text(inputs)
     return binary
 
 

@@ -888,7 +888,10 @@ static int is_missed(const char *site)
     return missed;
 }
 
-/* Each wait of the device is missed when it is left out, on some schedule. */
+/*
+ * Each wait of the device is missed when it is left out, on some schedule.  Those of cuda_memory.c take a
+ * failure, or are doubled: tests/test_cuda.py has them in its table.
+ */
 static void no_wait_is_idle(void)
 {
     static char sites[TEXT_BYTES];
@@ -896,7 +899,7 @@ static void no_wait_is_idle(void)
     emu_wait_sites(sites, sizeof sites);
     for (char *line = sites, *end; (end = strchr(line, '\n')) != NULL; line = end + 1) {
         *end = '\0';
-        if (strncmp(line, "cuda_", 5) != 0)
+        if (strncmp(line, "cuda_", 5) != 0 || strncmp(line, "cuda_memory.c", 13) == 0)
             continue;
         tried++;
         if (!is_missed(line)) {
@@ -904,7 +907,7 @@ static void no_wait_is_idle(void)
             CHECK(0);
         }
     }
-    CHECK(tried >= 7);
+    CHECK(tried >= 4);
 }
 
 /* ---- threads -------------------------------------------------------------------------- */

@@ -20,6 +20,7 @@ typedef struct hook_call {
 
 typedef struct hook_param {
     PyObject *param, *guard;
+    PyTypeObject *own;      /* the parameter's class; at stage 3 it has another one meanwhile, which watches all attributes */
     PyObject *owner, *key;  /* owner[key] is the parameter; NULL: in no module */
     hook_call *pre, *post;
     void *data;             /* where the parameter was put; NULL: empty, anywhere */
@@ -59,12 +60,32 @@ int py_hook_add(PyObject *module);
 
 static inline PyObject *hook_get_grad(py_hooks *self, size_t index)
 {
-    return PyObject_GetAttr(self->params[index].param, self->grad_name);
+    PyObject *param = self->params[index].param;
+    PyTypeObject *now = Py_TYPE(param);
+
+    if (now == self->params[index].own)
+        return PyObject_GetAttr(param, self->grad_name);
+    Py_INCREF(now);
+    py_set_class(param, self->params[index].own);
+    PyObject *grad = PyObject_GetAttr(param, self->grad_name);
+    py_set_class(param, now);
+    Py_DECREF(now);
+    return grad;
 }
 
 static inline int hook_set_grad(py_hooks *self, size_t index, PyObject *value)
 {
-    return PyObject_SetAttr(self->params[index].param, self->grad_name, value);
+    PyObject *param = self->params[index].param;
+    PyTypeObject *now = Py_TYPE(param);
+
+    if (now == self->params[index].own)
+        return PyObject_SetAttr(param, self->grad_name, value);
+    Py_INCREF(now);
+    py_set_class(param, self->params[index].own);
+    int failed = PyObject_SetAttr(param, self->grad_name, value);
+    py_set_class(param, now);
+    Py_DECREF(now);
+    return failed;
 }
 
 /* ---- py_hook_table.c ------------------------------------------------------ */

@@ -70,6 +70,7 @@ static void clear_param(hook_param *p)
     Py_CLEAR(p->pre);
     Py_CLEAR(p->post);
     Py_CLEAR(p->param);
+    Py_CLEAR(p->own);
     Py_CLEAR(p->guard);
     Py_CLEAR(p->owner);
     Py_CLEAR(p->key);
@@ -105,6 +106,7 @@ static int hooks_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(object));
     for (size_t i = 0; i < self->count; i++) {
         Py_VISIT(self->params[i].param);
+        Py_VISIT(self->params[i].own);
         Py_VISIT(self->params[i].guard);
         Py_VISIT(self->params[i].owner);
     }
@@ -258,6 +260,7 @@ static PyObject *hooks_add(PyObject *object, PyObject *arguments)
     }
     hook_param fresh = {.has_master = (char)has_master, .windowed = (char)windowed};
     fresh.param = Py_NewRef(param);
+    fresh.own = (PyTypeObject *)Py_NewRef(Py_TYPE(param));
     fresh.guard = Py_NewRef(guard);
     if (PyDict_Check(owner)) {
         fresh.owner = Py_NewRef(owner);

@@ -32,6 +32,16 @@ static inline py_state *py_state_of(PyObject *self)
  */
 PyObject *py_raise(py_state *state, zc_status status);
 
+/* As assigning __class__, between classes whose instances are laid out alike. */
+static inline void py_set_class(PyObject *object, PyTypeObject *type)
+{
+    PyTypeObject *before = Py_TYPE(object);
+
+    Py_INCREF(type);
+    Py_SET_TYPE(object, type);
+    Py_DECREF(before);
+}
+
 /* ---- arrays (py_dlpack.c, the only file that knows NumPy) --------------- */
 
 /* Somebody else's elements, kept alive until py_array_release; row-major unless only looked at. */

@@ -91,25 +91,15 @@ static PyObject *check_all(py_window *self, int where)
     Py_RETURN_NONE;
 }
 
-/* As assigning __class__; take_param has seen that it may be done. */
-static void set_class(PyObject *object, PyTypeObject *type)
-{
-    PyTypeObject *before = Py_TYPE(object);
-
-    Py_INCREF(type);
-    Py_SET_TYPE(object, type);
-    Py_DECREF(before);
-}
-
 static int show(py_window *self, window_param *p, int full)
 {
     if (p->guard == Py_None || p->held)
         return 0;
-    set_class(p->param, self->own); /* also before the guard is set: its class would not let us */
+    py_set_class(p->param, self->own); /* also before the guard is set: its class would not let us */
     if (PyObject_SetAttr(p->param, self->data_name, full ? p->full : p->guard) < 0)
         return -1;
     if (!full)
-        set_class(p->param, self->guarded);
+        py_set_class(p->param, self->guarded);
     return 0;
 }
 
@@ -179,7 +169,7 @@ static PyObject *window_hold(py_window *self, PyObject *args)
     }
     window_param *p = &self->params[position];
     if (p->guard != Py_None)
-        set_class(p->param, on ? self->own : self->guarded);
+        py_set_class(p->param, on ? self->own : self->guarded);
     p->held = (char)on;
     Py_RETURN_NONE;
 }

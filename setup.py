@@ -31,7 +31,7 @@ X86_FLAGS = {
 }
 
 # The plugin: what csrc/cuda needs of the core is compiled into it, too. It has its own zc_status.h, plugin_status.c.
-PLUGIN_CORE = ["comm.c", "optim.c", "zc_dtype.c"]
+PLUGIN_CORE = ["comm.c", "optim.c", "zc_dtype.c", "zc_status_common.c"]
 PLUGIN_EXPORT = "zc_cuda_plugin_get"
 CUDA_ARCHITECTURES = [("compute_80", "sm_80"), ("compute_90", "[sm_90,compute_90]")]
 NVCC_FLAGS = ["-std=c++17", "-O3", "-fmad=false", "--threads", "2",

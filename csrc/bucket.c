@@ -252,20 +252,21 @@ zc_status bucket_fill_part(zc_engine *engine, engine_space *space, size_t b, con
 
 zc_status zc_engine_drain(zc_engine *engine)
 {
+    int only_look = engine_is_ordered(engine); /* what is still under way has room of its own */
     for (size_t s = 0; engine->round_open && s < engine->space_count; s++) {
         engine_space *space = &engine->spaces[s];
         for (size_t b = space->low; space->in_flight && b < space->plan.buckets && !engine->waited_out; b++) {
             int done = 0;
             if (space->buckets[b].state != BUCKET_POSTED)
                 continue;
-            if (engine_is_ordered(engine)) /* what is still under way has room of its own */
+            if (only_look)
                 ZC_TRY(comm_test(space->channel, space->buckets[b].ticket, engine->stream, &done));
             else
                 ZC_TRY(comm_wait_some(space->channel, space->buckets[b].ticket, engine->stream, engine->patience_ns, &done));
             if (done)
                 ZC_TRY(settle(engine, space, b));
             else
-                engine->waited_out = !engine_is_ordered(engine);
+                engine->waited_out = !only_look;
         }
         ZC_TRY(bucket_advance_low(engine, space));
     }

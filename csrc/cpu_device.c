@@ -386,20 +386,6 @@ static void update_range(const update_job *job, const optim_segment_scalars *sca
                          element(args->v, begin, state_bytes), element(args->vmax, begin, state_bytes));
 }
 
-/* The first span that ends after element `at`. */
-static size_t find_span(const device_span *spans, size_t count, size_t at)
-{
-    size_t low = 0, high = count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (spans[middle].end > at)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return low;
-}
-
 /* One kernel call for each run of adjacent active spans with the same scalars. */
 static void run_update(void *context, size_t begin, size_t end)
 {
@@ -410,7 +396,7 @@ static void run_update(void *context, size_t begin, size_t end)
     const optim_segment_scalars *scalars = NULL; /* of the run being collected; NULL: none */
     size_t run_begin = 0, run_end = 0;
     unsigned long mode = cpu_mode_enter();
-    for (size_t k = find_span(args->spans, args->span_count, begin);
+    for (size_t k = device_find_span(args->spans, args->span_count, begin);
          k < args->span_count && args->spans[k].begin < end; k++) {
         const device_span *span = &args->spans[k];
         const optim_segment_scalars *own = &args->scalars[span->segment];

@@ -52,6 +52,20 @@ typedef struct device_span {
     uint64_t segment;
 } device_span;
 
+/* The first of ascending spans that ends after element `at`; count: none does. */
+ZC_FN size_t device_find_span(const device_span *spans, size_t count, size_t at)
+{
+    size_t low = 0, high = count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (spans[middle].end > at)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
 typedef struct device_step_args {
     optim_rule rule;
     const optim_options *options; /* host memory, one per group; copied during the call */

@@ -245,6 +245,8 @@ zc_status mem_fail(mem_group *group, zc_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 /* The failure of the group, own or reported by a peer; ZC_OK while there is none. */
 zc_status mem_failure(mem_group *group);
+/* What has become of a member that will not come any more, for "rank q ..."; NULL: it may still. */
+const char *mem_loss(const mem_group *group, size_t rank);
 /* Rings every other member whose thread sleeps. */
 void mem_wake_members(mem_group *group);
 /* Number of a member in messages: its rank in the world. */

@@ -106,9 +106,8 @@ static zc_status look_for_losses(waiting *w)
     for (size_t q = 0; q < group->public.ranks; q++) {
         if (!shm_mask_has(members, q))
             continue;
-        int closed = atomic_load(&group->area[q]->closed) != 0;
-        int dead = world->provider->ops->dead(world->provider, group->member[q]);
-        if (!closed && !dead)
+        const char *loss = mem_loss(group, q);
+        if (!loss)
             continue;
         mem_progress(world);
         if (over(w) || group->failed != ZC_OK)
@@ -117,12 +116,8 @@ static zc_status look_for_losses(waiting *w)
         if (!shm_mask_has(members, q))
             continue;
         size_t me = mem_name(group, group->public.rank), lost = mem_name(group, q);
-        unsigned long long pid = world->control[lost]->pid;
-        if (closed)
-            return mem_fail(group, ZC_EPEERLOST, "rank %zu (pid %llu) has closed its communicator; rank %zu waited for "
-                            "it in %s (operation %llu)", lost, pid, me, w->what, (unsigned long long)w->stamp);
-        return mem_fail(group, ZC_EPEERLOST, "rank %zu (pid %llu) is gone; rank %zu waited for it in %s (operation "
-                        "%llu)", lost, pid, me, w->what, (unsigned long long)w->stamp);
+        return mem_fail(group, ZC_EPEERLOST, "rank %zu (pid %llu) %s; rank %zu waited for it in %s (operation %llu)", lost,
+                        (unsigned long long)world->control[lost]->pid, loss, me, w->what, (unsigned long long)w->stamp);
     }
     return ZC_OK;
 }

@@ -42,7 +42,8 @@ dl_type py_dlpack_type(zc_dtype dtype)
     return (dl_type){codes[dtype], (uint8_t)(8 * zc_dtype_bytes(dtype)), 1};
 }
 
-zc_dtype py_dtype_from_dlpack(dl_type type)
+/* The dtype of a DLPack element type, or PY_DTYPE_ANY if we have none for it. */
+static zc_dtype dtype_from_dlpack(dl_type type)
 {
     for (int dtype = 0; dtype < ZC_DTYPE_COUNT; dtype++) {
         dl_type ours = py_dlpack_type((zc_dtype)dtype);
@@ -212,32 +213,40 @@ static PyObject *take_from_capsule(PyObject *capsule, const char *what)
     return keeper;
 }
 
-/* Byte strides and sizes of a tensor for NumPy: 0, or -1 with BufferError. */
-static int convert_layout(const dl_tensor *tensor, size_t elem_bytes, const char *what, npy_intp *shape,
-                          npy_intp *strides_bytes)
+int py_dlpack_layout(const dl_tensor *tensor, const char *what, zc_dtype *dtype, int64_t *shape, int64_t *strides,
+                     size_t *elems)
 {
-    int64_t elems = 1;
+    int64_t count = 1;
 
+    *dtype = dtype_from_dlpack(tensor->dtype);
+    if (*dtype == PY_DTYPE_ANY) {
+        PyErr_Format(PyExc_BufferError,
+                     "%s has a DLPack type of code %d with %d bits and %d lanes; legal are float32, float64, bfloat16, "
+                     "float16, int32, int64, uint8", what, tensor->dtype.code, tensor->dtype.bits, tensor->dtype.lanes);
+        return -1;
+    }
     if (tensor->dims < 0 || tensor->dims > ZC_MAX_DIMS || (tensor->dims && !tensor->shape)) {
         PyErr_Format(PyExc_BufferError, "%s has %d dimensions; legal are 0 to %d", what, (int)tensor->dims, ZC_MAX_DIMS);
         return -1;
     }
+    int64_t elem_bytes = (int64_t)zc_dtype_bytes(*dtype);
     for (int dim = tensor->dims - 1; dim >= 0; dim--) {
-        int64_t stride = tensor->strides ? tensor->strides[dim] : elems, stride_bytes, bytes;
-        if (tensor->shape[dim] < 0 || __builtin_mul_overflow(elems, tensor->shape[dim], &elems)
-            || __builtin_mul_overflow(elems, (int64_t)elem_bytes, &bytes)
-            || __builtin_mul_overflow(stride, (int64_t)elem_bytes, &stride_bytes)) {
+        int64_t stride_bytes, bytes;
+        shape[dim] = tensor->shape[dim];
+        strides[dim] = tensor->strides ? tensor->strides[dim] : count;
+        if (shape[dim] < 0 || __builtin_mul_overflow(count, shape[dim], &count)
+            || __builtin_mul_overflow(count, elem_bytes, &bytes)
+            || __builtin_mul_overflow(strides[dim], elem_bytes, &stride_bytes)) {
             PyErr_Format(PyExc_BufferError, "%s: size %lld and stride %lld of dimension %d are not possible", what,
-                         (long long)tensor->shape[dim], (long long)stride, dim);
+                         (long long)shape[dim], (long long)strides[dim], dim);
             return -1;
         }
-        shape[dim] = (npy_intp)tensor->shape[dim];
-        strides_bytes[dim] = (npy_intp)stride_bytes;
     }
-    if (elems && !tensor->data) {
-        PyErr_Format(PyExc_BufferError, "%s has %lld elements and no memory", what, (long long)elems);
+    if (count && !tensor->data) {
+        PyErr_Format(PyExc_BufferError, "%s has %lld elements and no memory", what, (long long)count);
         return -1;
     }
+    *elems = (size_t)count;
     return 0;
 }
 
@@ -261,26 +270,24 @@ PyObject *py_dlpack_take(PyObject *source, PyObject *stream, const char *what, c
 /* A NumPy array over a producer's memory, and its true dtype. */
 static PyObject *array_from_dlpack(PyObject *source, const char *what, zc_dtype *dtype)
 {
-    npy_intp shape[ZC_MAX_DIMS], strides_bytes[ZC_MAX_DIMS];
+    int64_t shape[ZC_MAX_DIMS], strides[ZC_MAX_DIMS];
+    npy_intp sizes[ZC_MAX_DIMS], strides_bytes[ZC_MAX_DIMS];
     PyObject *keeper, *array = NULL;
     const dl_tensor *tensor;
     int read_only;
+    size_t elems;
 
     if (check_device_of(source, what) || !(keeper = py_dlpack_take(source, NULL, what, &tensor, &read_only)))
         return NULL;
-    *dtype = py_dtype_from_dlpack(tensor->dtype);
-    if (check_device(tensor->device.type, what))
+    if (check_device(tensor->device.type, what)
+        || py_dlpack_layout(tensor, what, dtype, shape, strides, &elems))
         goto done;
-    if (*dtype == PY_DTYPE_ANY) {
-        PyErr_Format(PyExc_BufferError,
-                     "%s has a DLPack type of code %d with %d bits and %d lanes; legal are float32, float64, bfloat16, "
-                     "float16, int32, int64, uint8", what, tensor->dtype.code, tensor->dtype.bits, tensor->dtype.lanes);
-        goto done;
+    for (int dim = 0; dim < tensor->dims; dim++) {
+        sizes[dim] = (npy_intp)shape[dim];
+        strides_bytes[dim] = (npy_intp)(strides[dim] * (int64_t)zc_dtype_bytes(*dtype));
     }
-    if (convert_layout(tensor, zc_dtype_bytes(*dtype), what, shape, strides_bytes))
-        goto done;
     char *data = tensor->data ? (char *)tensor->data + tensor->offset_bytes : NULL;
-    array = PyArray_New(&PyArray_Type, tensor->dims, shape, numpy_type(*dtype), data ? strides_bytes : NULL, data, 0,
+    array = PyArray_New(&PyArray_Type, tensor->dims, sizes, numpy_type(*dtype), data ? strides_bytes : NULL, data, 0,
                         read_only ? 0 : NPY_ARRAY_WRITEABLE, NULL);
     if (array && data) {
         PyArray_UpdateFlags((PyArrayObject *)array, NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED);

@@ -31,33 +31,6 @@ static PyObject *stream_name(PyObject *stream)
     return PyLong_FromUnsignedLongLong(address ? address : 1);
 }
 
-/* Shape, strides and size: 0, or -1 with BufferError. */
-static int take_layout(py_gpu_array *self, const dl_tensor *tensor, const char *what)
-{
-    uint64_t elems = 1;
-
-    if (tensor->dims < 0 || tensor->dims > ZC_MAX_DIMS || (tensor->dims && !tensor->shape)) {
-        PyErr_Format(PyExc_BufferError, "%s has %d dimensions; legal are 0 to %d", what, (int)tensor->dims, ZC_MAX_DIMS);
-        return -1;
-    }
-    self->dims = tensor->dims;
-    for (int dim = self->dims - 1; dim >= 0; dim--) {
-        int64_t size = tensor->shape[dim];
-        self->shape[dim] = size;
-        self->strides[dim] = tensor->strides ? tensor->strides[dim] : (int64_t)elems;
-        if (size < 0 || __builtin_mul_overflow(elems, (uint64_t)size, &elems) || elems > SIZE_MAX / 16) {
-            PyErr_Format(PyExc_BufferError, "%s: size %lld of dimension %d is not possible", what, (long long)size, dim);
-            return -1;
-        }
-    }
-    self->elems = (size_t)elems;
-    if (self->elems && !tensor->data) {
-        PyErr_Format(PyExc_BufferError, "%s has %zu elements and no memory", what, self->elems);
-        return -1;
-    }
-    return 0;
-}
-
 static int take_tensor(py_gpu_array *self, const dl_tensor *tensor, const char *what)
 {
     if (tensor->device.type != DL_CUDA) {
@@ -66,15 +39,9 @@ static int take_tensor(py_gpu_array *self, const dl_tensor *tensor, const char *
         return -1;
     }
     self->device = tensor->device.index;
-    self->dtype = py_dtype_from_dlpack(tensor->dtype);
-    if (self->dtype == PY_DTYPE_ANY) {
-        PyErr_Format(PyExc_BufferError,
-                     "%s has a DLPack type of code %d with %d bits and %d lanes; legal are float32, float64, bfloat16, "
-                     "float16, int32, int64, uint8", what, tensor->dtype.code, tensor->dtype.bits, tensor->dtype.lanes);
-        return -1;
-    }
+    self->dims = tensor->dims;
     self->data = tensor->data ? (char *)tensor->data + tensor->offset_bytes : NULL;
-    return take_layout(self, tensor, what);
+    return py_dlpack_layout(tensor, what, &self->dtype, self->shape, self->strides, &self->elems);
 }
 
 static PyObject *gpu_array_new(PyTypeObject *type, PyObject *args, PyObject *keywords)

@@ -58,33 +58,43 @@ int py_hook_add(PyObject *module);
 
 /* Everything below: 0 or an object, or -1 or NULL with an exception set. */
 
+/* Around an access to a parameter's attributes: it is of its own class, and then of the one before again. */
+static inline PyTypeObject *hook_undress(hook_param *p)
+{
+    PyTypeObject *now = Py_TYPE(p->param);
+
+    if (now == p->own)
+        return NULL;
+    Py_INCREF(now);
+    py_set_class(p->param, p->own);
+    return now;
+}
+
+static inline void hook_dress(hook_param *p, PyTypeObject *before)
+{
+    if (!before)
+        return;
+    py_set_class(p->param, before);
+    Py_DECREF(before);
+}
+
 static inline PyObject *hook_get_grad(py_hooks *self, size_t index)
 {
-    PyObject *param = self->params[index].param;
-    PyTypeObject *now = Py_TYPE(param);
+    hook_param *p = &self->params[index];
+    PyTypeObject *before = hook_undress(p);
+    PyObject *grad = PyObject_GetAttr(p->param, self->grad_name);
 
-    if (now == self->params[index].own)
-        return PyObject_GetAttr(param, self->grad_name);
-    Py_INCREF(now);
-    py_set_class(param, self->params[index].own);
-    PyObject *grad = PyObject_GetAttr(param, self->grad_name);
-    py_set_class(param, now);
-    Py_DECREF(now);
+    hook_dress(p, before);
     return grad;
 }
 
 static inline int hook_set_grad(py_hooks *self, size_t index, PyObject *value)
 {
-    PyObject *param = self->params[index].param;
-    PyTypeObject *now = Py_TYPE(param);
+    hook_param *p = &self->params[index];
+    PyTypeObject *before = hook_undress(p);
+    int failed = PyObject_SetAttr(p->param, self->grad_name, value);
 
-    if (now == self->params[index].own)
-        return PyObject_SetAttr(param, self->grad_name, value);
-    Py_INCREF(now);
-    py_set_class(param, self->params[index].own);
-    int failed = PyObject_SetAttr(param, self->grad_name, value);
-    py_set_class(param, now);
-    Py_DECREF(now);
+    hook_dress(p, before);
     return failed;
 }
 

@@ -34,7 +34,8 @@ void *hook_gradient_memory(py_hooks *self, size_t index, PyObject *grad, PyObjec
 
     *keep = NULL;
     if (py_tensor_view(&self->reader, grad, &view) == 0 && py_tensor_is_on(&view, self->engine->gpu) &&
-        same_shape(p, &view.tensor) && same_layout(p, &view.tensor) && (py_tensor_data(&view) || !p->data)) { /* a sparse one has no memory to show */
+        same_shape(p, &view.tensor) && same_layout(p, &view.tensor) &&
+        (py_tensor_data(&view) || !p->data)) { /* a sparse one has no memory to show */
         *keep = Py_NewRef(grad);
     } else {
         PyErr_Clear(); /* relayout says what is wrong with it */
@@ -341,7 +342,8 @@ static PyObject *hooks_check(PyObject *object, PyObject *ignored)
             PyErr_Clear(); /* on the meta device, for example */
             return Py_BuildValue("ns", (Py_ssize_t)i, "moved");
         }
-        if (!py_tensor_is_on(&view, self->engine->gpu) || (p->data && py_tensor_data(&view) != p->data) || !same_shape(p, &view.tensor) || !same_layout(p, &view.tensor))
+        if (!py_tensor_is_on(&view, self->engine->gpu) || (p->data && py_tensor_data(&view) != p->data) ||
+            !same_shape(p, &view.tensor) || !same_layout(p, &view.tensor))
             return Py_BuildValue("ns", (Py_ssize_t)i, "moved");
     }
     Py_RETURN_NONE;

@@ -72,8 +72,12 @@ int py_array_from(PyObject *source, zc_dtype wanted, py_access access, const cha
 void py_array_release(py_array *array);
 
 dl_type py_dlpack_type(zc_dtype dtype);
-/* The dtype of a DLPack element type, or PY_DTYPE_ANY if we have none for it. */
-zc_dtype py_dtype_from_dlpack(dl_type type);
+/*
+ * A tensor's dtype, sizes, strides in elements (arrays of ZC_MAX_DIMS; row-major ones where it gives none) and number
+ * of elements: 0, or -1 with BufferError.
+ */
+int py_dlpack_layout(const dl_tensor *tensor, const char *what, zc_dtype *dtype, int64_t *shape, int64_t *strides,
+                     size_t *elems);
 /*
  * A producer's tensor for use on `stream` (NULL: the CPU): what keeps it alive, a new reference, or NULL with an
  * exception.  *tensor is good while that lives.

@@ -1,45 +1,16 @@
 /*
- * Status texts, the per-thread last sentence, and the allocation wrappers with
- * which a test makes any allocation or system call of the core fail.
+ * The per-thread last sentence, and the count by which a test makes any
+ * allocation or system call of the core fail.
  */
 #include "zc_status.h"
 
 #include <stdarg.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #define SENTENCE_BYTES 1024
 
 static _Thread_local char last_sentence[SENTENCE_BYTES];
-
-const char *zc_status_text(zc_status status)
-{
-    switch (status) {
-    case ZC_OK:
-        return "ok";
-#define X(name, value, text, python) \
-    case name:                       \
-        return text;
-    ZC_STATUS_MAP(X)
-#undef X
-    }
-    return "unknown status";
-}
-
-const char *zc_status_python(zc_status status)
-{
-    switch (status) {
-    case ZC_OK:
-        break;
-#define X(name, value, text, python) \
-    case name:                       \
-        return python;
-    ZC_STATUS_MAP(X)
-#undef X
-    }
-    return "Error";
-}
 
 /* The arguments may quote the last sentence itself, so the new one is built aside. */
 static void record(const char *format, va_list arguments, const char *suffix)
@@ -99,24 +70,4 @@ int zc_fault(void)
 {
     long asked = __atomic_add_fetch(&fault_asked, 1, __ATOMIC_RELAXED);
     return asked == __atomic_load_n(&fault_at, __ATOMIC_RELAXED);
-}
-
-void *zc_malloc(unsigned long size_bytes)
-{
-    return zc_fault() ? NULL : malloc(size_bytes);
-}
-
-void *zc_calloc(unsigned long count, unsigned long size_bytes)
-{
-    return zc_fault() ? NULL : calloc(count, size_bytes);
-}
-
-void *zc_realloc(void *memory, unsigned long size_bytes)
-{
-    return zc_fault() ? NULL : realloc(memory, size_bytes);
-}
-
-void zc_free(void *memory)
-{
-    free(memory);
 }

@@ -154,20 +154,6 @@ static inline __device__ void update_pack(const device_update_args &args, const 
 
 /* ---- the shard --------------------------------------------------------------- */
 
-/* The first span that ends after element `at`; span_count: none does. */
-static inline __device__ size_t find_span(const device_span *spans, size_t span_count, size_t at)
-{
-    size_t low = 0, high = span_count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (spans[middle].end > at)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return low;
-}
-
 template <zc_dtype DTYPE> struct update_width {
     static constexpr unsigned elems = VECTOR_BYTES / sizeof(typename format<DTYPE>::param);
 };
@@ -179,7 +165,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS) update_kernel(const __grid_cons
     constexpr unsigned N = update_width<DTYPE>::elems;
 #pragma unroll 1
     for (size_t at = first_index() * N; at < args.extent; at += index_step() * N) {
-        size_t k = find_span(args.spans, args.span_count, at);
+        size_t k = device_find_span(args.spans, args.span_count, at);
         if (k == args.span_count || args.spans[k].begin > at)
             continue;
         const optim_segment_scalars *scalars = &args.scalars[args.spans[k].segment];

@@ -2,9 +2,7 @@
  * The emulated CUDA runtime itself: it keeps CUDA's rules, runs kernels as a GPU
  * would, finds what is not ordered whatever the schedule, and never what is.
  */
-#include "cu.h"
-#include "emu.h"
-#include "testing.h"
+#include "emulated.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -14,49 +12,9 @@
 #define STEP ((size_t)2 << 20)
 #define SEEDS 60
 
-static char report[1 << 16];
-
-static void check_clean_at(int line)
-{
-    int found = emu_findings(report, sizeof report);
-    if (found)
-        fprintf(stderr, "line %d, unexpected:\n%s", line, report);
-    CHECK_EQ(found, 0);
-}
-
-#define CHECK_CLEAN() check_clean_at(__LINE__)
-
-/* There are findings, one of which contains this text. */
-#define CHECK_FOUND(part)                                                \
-    do {                                                                 \
-        CHECK(emu_findings(report, sizeof report) > 0);                  \
-        CHECK(strstr(report, (part)) != NULL);                           \
-    } while (0)
-
 static int leaks_now(void)
 {
     return emu_leaks(report, sizeof report);
-}
-
-static cudaStream_t new_stream(void)
-{
-    cudaStream_t stream = NULL;
-    CHECK_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
-    return stream;
-}
-
-static cudaEvent_t new_event(void)
-{
-    cudaEvent_t event = NULL;
-    CHECK_EQ(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), cudaSuccess);
-    return event;
-}
-
-static void *device_memory(size_t bytes)
-{
-    void *memory = NULL;
-    CHECK_EQ(cudaMalloc(&memory, bytes), cudaSuccess);
-    return memory;
 }
 
 static void *pinned_memory(size_t bytes)

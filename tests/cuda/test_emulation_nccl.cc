@@ -3,10 +3,8 @@
  * are found, what failures look like to every rank, and that a missing wait
  * around a collective is found on every seed.  Ranks are threads.
  */
-#include "cu.h"
-#include "emu.h"
 #include "emu_nccl.h"
-#include "testing.h"
+#include "emulated.h"
 
 #include <pthread.h>
 #include <sched.h>
@@ -14,24 +12,6 @@
 #define STEP ((size_t)2 << 20)
 #define SEEDS 25
 #define MOST_RANKS 4
-
-static char report[1 << 16];
-
-static void check_clean_at(int line)
-{
-    int found = emu_findings(report, sizeof report);
-    if (found)
-        fprintf(stderr, "line %d, unexpected:\n%s", line, report);
-    CHECK_EQ(found, 0);
-}
-
-#define CHECK_CLEAN() check_clean_at(__LINE__)
-
-#define CHECK_FOUND(part)                                                \
-    do {                                                                 \
-        CHECK(emu_findings(report, sizeof report) > 0);                  \
-        CHECK(strstr(report, (part)) != NULL);                           \
-    } while (0)
 
 /* ---- ranks as threads --------------------------------------------------------------- */
 
@@ -66,27 +46,6 @@ static ncclResult_t join_clique(rank_state *state)
     ncclResult_t result = ncclCommInitRankConfig(&state->comm, state->ranks, state->id, state->rank, &config);
     CHECK(state->blocking || result == ncclInProgress);
     return settled(state->comm, result);
-}
-
-static cudaStream_t new_stream(void)
-{
-    cudaStream_t stream = NULL;
-    CHECK_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
-    return stream;
-}
-
-static cudaEvent_t new_event(void)
-{
-    cudaEvent_t event = NULL;
-    CHECK_EQ(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), cudaSuccess);
-    return event;
-}
-
-static void *device_memory(size_t bytes)
-{
-    void *memory = NULL;
-    CHECK_EQ(cudaMalloc(&memory, bytes), cudaSuccess);
-    return memory;
 }
 
 static void *rank_thread(void *argument)
@@ -127,21 +86,6 @@ static void leave(rank_state *state)
 /* ---- what they compute ---------------------------------------------------------------- */
 
 enum { COUNT = 37 };
-
-static float value_of(int rank, int index)
-{
-    uint64_t state = (uint64_t)(rank * 1000 + index);
-    return testing_float(&state) * (index % 3 ? 1 : 1e6f);
-}
-
-/* The sum as the emulated ring makes it: the owner of the slice comes last. */
-static float ring_sum(int ranks, int owner, int index)
-{
-    float sum = value_of((owner + 1) % ranks, index);
-    for (int k = 1; k < ranks; k++)
-        sum += value_of((owner + 1 + k) % ranks, index);
-    return sum;
-}
 
 static void fill_inputs(const rank_state *state, float *device, int count)
 {

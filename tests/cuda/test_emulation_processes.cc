@@ -3,10 +3,8 @@
  * what a rank's death, a mismatch or a late comer look like to the others.  Ranks
  * are forked; what they tell each other beside NCCL is a page they share.
  */
-#include "cu.h"
-#include "emu.h"
 #include "emu_nccl.h"
-#include "testing.h"
+#include "emulated.h"
 
 #include <dirent.h>
 #include <pthread.h>
@@ -33,7 +31,6 @@ typedef struct rank_state {
 } rank_state;
 
 static shared_page *page;
-static char report[1 << 16];
 
 /* ---- ranks as processes ---------------------------------------------------------------- */
 
@@ -142,7 +139,7 @@ static void check_clean(void)
     CHECK_EQ(emu_leaks(report, sizeof report), 0);
 }
 
-static float *device_memory(size_t count)
+static float *device_floats(size_t count)
 {
     void *memory = NULL;
     CHECK_EQ(cudaMalloc(&memory, count * sizeof(float)), cudaSuccess);
@@ -150,20 +147,6 @@ static float *device_memory(size_t count)
 }
 
 /* ---- what they compute ------------------------------------------------------------------ */
-
-static float value_of(int rank, int index)
-{
-    uint64_t state = (uint64_t)(rank * 1000 + index);
-    return testing_float(&state) * (index % 3 ? 1 : 1e6f);
-}
-
-static float ring_sum(int ranks, int owner, int index)
-{
-    float sum = value_of((owner + 1) % ranks, index);
-    for (int k = 1; k < ranks; k++)
-        sum += value_of((owner + 1 + k) % ranks, index);
-    return sum;
-}
 
 static void fill(const rank_state *state, float *device, int count)
 {
@@ -192,7 +175,7 @@ static void collectives(rank_state *state)
     int all = state->ranks * COUNT, last = state->ranks - 1;
     float host[COUNT];
     join(state);
-    float *send = device_memory((size_t)all), *receive = device_memory((size_t)all), *mine = send + state->rank * COUNT;
+    float *send = device_floats((size_t)all), *receive = device_floats((size_t)all), *mine = send + state->rank * COUNT;
     for (int k = 0; k < 5; k++) {
         fill(state, send, all);
         CHECK_EQ(settled(state->comm, ncclAllReduce(send, receive, (size_t)all, ncclFloat32, ncclSum, state->comm,
@@ -229,7 +212,7 @@ static void all_to_all(rank_state *state)
     int all = state->ranks * COUNT;
     float host[MOST_RANKS * COUNT];
     join(state);
-    float *out = device_memory((size_t)all), *in = device_memory((size_t)all);
+    float *out = device_floats((size_t)all), *in = device_floats((size_t)all);
     fill(state, out, all);
     CHECK_EQ(cudaMemsetAsync(in, 0, (size_t)all * 4, state->stream), cudaSuccess);
     for (int k = 0; k < 3; k++) {
@@ -262,7 +245,7 @@ static void grouped_sends_and_receives(void)
 static void meet_without_cuda(rank_state *state)
 {
     join(state);
-    float *memory = device_memory(10);
+    float *memory = device_floats(10);
     CHECK_EQ(settled(state->comm, ncclAllReduce(memory, memory, 10, ncclInt32, ncclMax, state->comm, state->stream)),
              ncclSuccess);
     if (state->rank == 0)
@@ -313,7 +296,7 @@ static void one_dies(rank_state *state)
         return;
     }
     join(state);
-    float *memory = device_memory(10);
+    float *memory = device_floats(10);
     CHECK_EQ(cudaMemsetAsync(memory, 0, sizeof host, state->stream), cudaSuccess);
     if (last)
         raise(SIGKILL);
@@ -346,7 +329,7 @@ static void disagree(rank_state *state)
     ncclResult_t result = ncclSuccess;
     int how = state->rank == 1 ? state->how : -1;
     join(state);
-    float *memory = device_memory(100);
+    float *memory = device_floats(100);
     if (state->how == 4 && state->rank == 0)
         ncclSend(memory, 10, ncclFloat32, 1, state->comm, state->stream);
     else if (how == 4)
@@ -418,7 +401,7 @@ static void a_late_comer_is_told(void)
 static void exit_in_the_middle(rank_state *state)
 {
     join(state);
-    float *memory = device_memory(10);
+    float *memory = device_floats(10);
     CHECK_EQ(settled(state->comm, ncclAllReduce(memory, memory, 10, ncclInt32, ncclSum, state->comm, state->stream)),
              ncclSuccess);
     pthread_barrier_wait(&page->barrier);

@@ -94,7 +94,7 @@ class GuardedParameter(torch.nn.Parameter):
                 raise refusal(arguments[0], "is copied")
             result = function(*arguments, **keywords)
         if torch.is_grad_enabled() and depends(result):
-            raise refusal(guarded_in(arguments) if guarded_in(arguments) is not None else guarded_in(keywords), "is used")
+            raise refusal(guarded_in([arguments, keywords]), "is used")
         return result
 
     def __deepcopy__(self, memo):

@@ -1,0 +1,55 @@
+/*
+ * Texts of status codes, and allocation that takes part in fault injection: what
+ * is the same in the core and in its CUDA part.
+ */
+#include "zc_status.h"
+
+#include <stdlib.h>
+
+const char *zc_status_text(zc_status status)
+{
+    switch (status) {
+    case ZC_OK:
+        return "ok";
+#define X(name, value, text, python) \
+    case name:                       \
+        return text;
+    ZC_STATUS_MAP(X)
+#undef X
+    }
+    return "unknown status";
+}
+
+const char *zc_status_python(zc_status status)
+{
+    switch (status) {
+    case ZC_OK:
+        break;
+#define X(name, value, text, python) \
+    case name:                       \
+        return python;
+    ZC_STATUS_MAP(X)
+#undef X
+    }
+    return "Error";
+}
+
+void *zc_malloc(unsigned long size_bytes)
+{
+    return zc_fault() ? NULL : malloc(size_bytes);
+}
+
+void *zc_calloc(unsigned long count, unsigned long size_bytes)
+{
+    return zc_fault() ? NULL : calloc(count, size_bytes);
+}
+
+void *zc_realloc(void *memory, unsigned long size_bytes)
+{
+    return zc_fault() ? NULL : realloc(memory, size_bytes);
+}
+
+void zc_free(void *memory)
+{
+    free(memory);
+}

@@ -140,6 +140,7 @@ struct zc_comm {
     const comm_ops *ops;
     size_t rank, ranks;     /* in this group; messages name ranks of the first communicator */
     size_t local_ranks;     /* ranks of the group on this host */
+    int in_rank_order;      /* reductions add in the order that comm_reduce_args promises */
     uint64_t timeout_ns;
     /* Called during waits, at least every 100 ms; not 0: give up with ZC_EINTERRUPT. May be NULL. */
     int (*interrupted)(void *context);

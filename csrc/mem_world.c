@@ -110,6 +110,7 @@ static mem_group *group_new(mem_world *world, size_t rank, size_t ranks, uint64_
     group->public.rank = rank;
     group->public.ranks = ranks;
     group->public.local_ranks = ranks;
+    group->public.in_rank_order = 1;
     group->public.timeout_ns = timeout_ns;
     group->member = zc_calloc(ranks, sizeof *group->member);
     group->area = zc_calloc(ranks, sizeof *group->area);
@@ -335,6 +336,14 @@ static void mem_poison(zc_comm *comm, zc_status status, const char *why)
     mem_leave(group);
 }
 
+const char *mem_loss(const mem_group *group, size_t rank)
+{
+    mem_provider *provider = group->world->provider;
+    if (atomic_load(&group->area[rank]->closed))
+        return "has closed its communicator";
+    return provider->ops->dead(provider, group->member[rank]) ? "is gone" : NULL;
+}
+
 static zc_status mem_watch(zc_comm *comm, const char *what)
 {
     mem_group *group = (mem_group *)comm;
@@ -345,16 +354,11 @@ static zc_status mem_watch(zc_comm *comm, const char *what)
     pthread_mutex_lock(&world->mutex);
     zc_status status = mem_failure(group);
     for (size_t q = 0; status == ZC_OK && q < group->public.ranks; q++) {
+        const char *loss = q == group->public.rank ? NULL : mem_loss(group, q);
         size_t lost = mem_name(group, q);
-        unsigned long long pid = world->control[lost]->pid;
-        if (q == group->public.rank)
-            continue;
-        if (atomic_load(&group->area[q]->closed))
-            status = mem_fail(group, ZC_EPEERLOST, "rank %zu (pid %llu) has closed its communicator; rank %zu waited for "
-                              "it in %s", lost, pid, me, what);
-        else if (world->provider->ops->dead(world->provider, lost))
-            status = mem_fail(group, ZC_EPEERLOST, "rank %zu (pid %llu) is gone; rank %zu waited for it in %s", lost,
-                              pid, me, what);
+        if (loss)
+            status = mem_fail(group, ZC_EPEERLOST, "rank %zu (pid %llu) %s; rank %zu waited for it in %s", lost,
+                              (unsigned long long)world->control[lost]->pid, loss, me, what);
     }
     pthread_mutex_unlock(&world->mutex);
     return status;

@@ -416,6 +416,16 @@ static PyObject *comm_barrier_method(PyObject *self, PyObject *unused)
     return finish(self, status, Py_NewRef(Py_None));
 }
 
+/* Ends a call that made a communicator of ranks of this one, or none: the object, None, or NULL with an exception. */
+static PyObject *finish_group(PyObject *self, zc_status status, zc_comm *made)
+{
+    PyObject *done = finish(self, status, Py_NewRef(Py_None));
+    if (!done || !made)
+        return done;
+    Py_DECREF(done);
+    return wrap(Py_TYPE(self), made, ((py_comm *)self)->local_rank);
+}
+
 PyDoc_STRVAR(split_doc, "split(color)\n--\n\nA communicator of the ranks that gave the same color (an integer >= 0), in rank "
                         "order. color None: belongs to no group, returns None. All ranks must call it.");
 
@@ -439,11 +449,7 @@ static PyObject *comm_split_method(PyObject *self, PyObject *color_object)
     Py_BEGIN_ALLOW_THREADS
     status = zc_comm_split(comm, color, &out);
     Py_END_ALLOW_THREADS
-    PyObject *done = finish(self, status, Py_NewRef(Py_None));
-    if (!done || !out)
-        return done;
-    Py_DECREF(done);
-    return wrap(Py_TYPE(self), out, ((py_comm *)self)->local_rank);
+    return finish_group(self, status, out);
 }
 
 PyDoc_STRVAR(on_gpu_doc, "on_gpu(ordinal, plugin, nccl=None, deterministic=True)\n--\n\nThe same ranks, each with a GPU of "
@@ -464,11 +470,7 @@ static PyObject *comm_on_gpu(PyObject *self, PyObject *args, PyObject *keywords)
     Py_BEGIN_ALLOW_THREADS
     status = zc_comm_on_gpu(comm, plugin, nccl, ordinal, deterministic, &out);
     Py_END_ALLOW_THREADS
-    PyObject *done = finish(self, status, Py_NewRef(Py_None));
-    if (!done)
-        return NULL;
-    Py_DECREF(done);
-    return wrap(Py_TYPE(self), out, ((py_comm *)self)->local_rank);
+    return finish_group(self, status, out);
 }
 
 /* ---- attributes ---------------------------------------------------------- */
@@ -509,6 +511,12 @@ static PyObject *get_gpu(py_comm *self, void *unused)
     return py_comm_check_open((PyObject *)self) ? NULL : PyLong_FromLong(zc_comm_gpu(self->comm));
 }
 
+static PyObject *get_deterministic(py_comm *self, void *unused)
+{
+    (void)unused;
+    return py_comm_check_open((PyObject *)self) ? NULL : PyBool_FromLong(zc_comm_deterministic(self->comm));
+}
+
 static PyObject *get_closed(py_comm *self, void *unused)
 {
     (void)unused;
@@ -547,6 +555,8 @@ static PyGetSetDef comm_getset[] = {
     {"local_world_size", (getter)get_local_size, NULL, "Number of ranks of the group on this host.", NULL},
     {"backend", (getter)get_backend, NULL, "Name of the transport.", NULL},
     {"gpu", (getter)get_gpu, NULL, "Number of this rank's GPU, where engines on it keep everything; -1: the CPU.", NULL},
+    {"deterministic", (getter)get_deterministic, NULL,
+     "Whether gradients are summed in rank order, so that a run repeats bit for bit.", NULL},
     {"closed", (getter)get_closed, NULL, "Whether close() was called.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -117,6 +117,11 @@ int zc_comm_gpu(const zc_comm *comm)
     return comm->ops->gpu ? comm->ops->gpu(comm) : -1;
 }
 
+int zc_comm_deterministic(const zc_comm *comm)
+{
+    return comm->in_rank_order;
+}
+
 zc_status zc_gpu_probe(const char *plugin, int *gpus)
 {
     const zc_cuda_plugin *cuda;

@@ -87,6 +87,8 @@ zc_status zc_comm_on_gpu(zc_comm *comm, const char *plugin, const char *nccl, in
                          zc_comm **out);
 /* Its GPU; -1: engines on it are on the CPU. */
 int zc_comm_gpu(const zc_comm *comm);
+/* Whether gradients are summed in rank order, so that a run repeats bit for bit. */
+int zc_comm_deterministic(const zc_comm *comm);
 
 /* ZC_OK if the CUDA part at `plugin` can be used here: *gpus of them; otherwise why not and what to do. */
 zc_status zc_gpu_probe(const char *plugin, int *gpus);

@@ -116,6 +116,21 @@ def play(scenario, schedule=None):
             "counts": [each.pop("step") for each in state], "state": state}
 
 
+def sums_in_rank_order(asked):
+    """What an optimizer on a GPU says of the order of its sums, before and after a step."""
+    comm = zero_c.init()
+    place = Gpu(comm.rank, (1, 0))
+    opt = zero_c.ShardedOptimizer([place.give(numpy.zeros(3, numpy.float32), "float32")], "sgd", lr=1.0, comm=comm,
+                                  deterministic=asked)
+    told = [opt.last_step.deterministic]
+    opt.add_grad(0, place.give(numpy.full(3, comm.rank + 1, numpy.float32), "float32"))
+    opt.step()
+    assert (place.take(opt.param(0)) == -1.5).all()
+    told.append(opt.last_step.deterministic)
+    place.finish(opt)
+    return told
+
+
 def masters(opt, params):
     """The exact value of each parameter, as fp32 (fp64); only the engine itself tells that of 16-bit ones."""
     return [param.copy() if param.dtype in (numpy.float32, numpy.float64)

@@ -100,3 +100,12 @@ def test_arrays_in_several_places(alone):
 def test_shared_parameters_are_of_cpus(alone):
     with pytest.raises(ValueError, match="shared_params"):
         zero_c.ShardedOptimizer([Elsewhere()], "sgd", lr=1.0, comm=alone, shared_params=True)
+
+
+# ---- the order of sums is the caller's to leave open -------------------------------
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_what_was_done_is_told(groups, asked):
+    for told in groups(2).run(rank_numbers.sums_in_rank_order, asked, deadline=60):
+        assert told == [asked is not False] * 2

@@ -110,7 +110,7 @@ class ShardedOptimizer:
             self._params = [self.param_dlpack(i) for i in range(len(self._shapes))]
         self._steps = 0
         self._clip_norm = None
-        self.last_step = LastStep(None, self._scale(), False, 0, 0, True)
+        self.last_step = LastStep(None, self._scale(), False, 0, 0, self.comm.deterministic)
         self._write_back()
 
     def __len__(self):
@@ -171,7 +171,8 @@ class ShardedOptimizer:
         self._close_round()
         norm, skipped, nonfinite = self._engine.step(groups, loss_scale=scale, max_norm=max_norm or 0.0, skip_nonfinite=skip)
         self._steps += not skipped
-        self.last_step = LastStep(norm if max_norm else self._clip_norm, scale, skipped, nonfinite, self._steps, True)
+        self.last_step = LastStep(norm if max_norm else self._clip_norm, scale, skipped, nonfinite, self._steps,
+                                  self.last_step.deterministic)
         self._clip_norm = None
         if not skipped:
             self._write_back()

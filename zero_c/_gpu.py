@@ -44,6 +44,9 @@ def communicator(comm, gpu, deterministic=None):
     if comm.gpu >= 0:
         if comm.gpu != gpu:
             raise ValueError(f"rank {comm.rank}: the arrays are on GPU {gpu}, the communicator's GPU is {comm.gpu}")
+        if deterministic is not None and comm.world_size > 1 and deterministic != comm.deterministic:
+            raise ValueError(f"deterministic={deterministic!r}, and the communicator of GPUs was made with "
+                             f"{comm.deterministic}; leave it out, or pass the communicator that zero_c.init() gives")
         return comm
     if deterministic is None:
         deterministic = comm.local_world_size == comm.world_size

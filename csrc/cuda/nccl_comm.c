@@ -205,9 +205,9 @@ static void end_operations(nccl_channel *channel)
 static void channel_close(comm_channel *public)
 {
     nccl_channel *channel = nccl_channel_of(public);
-    if (forked(nccl_of(public->comm)))
-        return;
     nccl_comm *comm = nccl_of(public->comm);
+    if (forked(comm))
+        return;
     end_operations(channel);
     comm_channel_close(channel->host);
     free_channel(channel);
@@ -465,7 +465,7 @@ static zc_status create(const nccl_comm_config *config, size_t name, zc_comm **o
 static zc_status split(zc_comm *public, int64_t color, zc_comm **out)
 {
     nccl_comm *comm = nccl_of(public);
-    nccl_comm_config config = {.ordinal = comm->ordinal, .deterministic = comm->deterministic};
+    nccl_comm_config config = {.ordinal = comm->ordinal, .deterministic = comm->public.in_rank_order};
     ZC_TRY(comm_split(comm->host, color, &config.host));
     return config.host ? create(&config, comm->name, out) : ZC_OK;
 }
@@ -487,7 +487,7 @@ static nccl_comm *new_comm(const nccl_comm_config *config, size_t name)
     comm->name = name;
     comm->pid = getpid();
     comm->ordinal = config->ordinal;
-    comm->deterministic = config->deterministic;
+    comm->public.in_rank_order = config->deterministic || config->host->ranks == 1;
     pthread_mutex_init(&comm->lock, NULL);
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);

@@ -103,7 +103,7 @@ static zc_status settle(posting *p, ncclResult_t result)
 
 static size_t scratch_need(const nccl_comm *comm, size_t count, zc_dtype dtype)
 {
-    return comm->public.ranks * count * zc_dtype_bytes(comm->deterministic ? dtype : zc_dtype_sum(dtype));
+    return comm->public.ranks * count * zc_dtype_bytes(comm->public.in_rank_order ? dtype : zc_dtype_sum(dtype));
 }
 
 /* Operations of the main lane use the scratch one after the other. */
@@ -248,7 +248,7 @@ zc_status nccl_reduce_scatter(comm_channel *channel, zc_stream *stream, const co
         return reduce_alone(comm, stream, args);
     ZC_TRY(check_reserved(comm, args));
     ZC_TRY(begin(&p, channel, NCCL_LANE_MAIN, args->tag, stream, "reduce_scatter"));
-    return finish(&p, comm->deterministic ? reduce_in_order(&p, args) : reduce_by_nccl(&p, args), ticket);
+    return finish(&p, comm->public.in_rank_order ? reduce_in_order(&p, args) : reduce_by_nccl(&p, args), ticket);
 }
 
 /* ---- the others -------------------------------------------------------------- */

@@ -49,7 +49,6 @@ typedef struct nccl_comm {
     size_t name;                  /* this rank's number in the first communicator, for messages */
     pid_t pid;
     int ordinal;
-    int deterministic;
     const nccl_api *api;          /* NULL with one rank */
     comm_channel *host_channel;   /* of the board and of start-up */
     comm_region *board;

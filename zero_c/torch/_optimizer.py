@@ -110,7 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._unscaled_by = None    # after its unscale_
         self._clipped_norm = None   # after clip_grad_norm_: the norm it found
         self.last_step = types.SimpleNamespace(norm=None, scale=self._scale.value, skipped=False, nonfinite=0, steps=0,
-                                               deterministic=True)
+                                               deterministic=self._comm.deterministic)
         super().__init__(groups, defaults)
         self._managed = []          # (name, parameter, its layout) by the engine's index
         self._index = {}            # id(parameter) -> index; the parameters are kept alive by _managed

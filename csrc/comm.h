@@ -121,6 +121,8 @@ typedef struct comm_ops {
                            int *done);
     zc_status (*progress)(zc_comm *comm);
     zc_status (*watch)(zc_comm *comm, const char *what);
+    zc_status (*declare)(zc_comm *comm, uint32_t line, uint64_t detail, const char *what);
+    size_t (*behind)(zc_comm *comm, uint32_t line, uint64_t number, char *text, size_t room_bytes);
     zc_status (*exchange)(comm_channel *channel, uint32_t tag, const char *what, const void *record,
                           void *records, size_t bytes);
 
@@ -230,6 +232,30 @@ zc_status comm_progress(zc_comm *comm);
 zc_status comm_watch(zc_comm *comm, const char *what);
 
 /*
+ * What ranks must do in one order, without waiting for one another to see to it.
+ * A rank declares on a line what it is about to do: the k-th declarations of all
+ * ranks on a line must have the same `detail`.  Never waits.  Who comes second
+ * finds the difference, in this call or, where records travel, soon after it: the group
+ * fails with ZC_EMISMATCH, which names both sides by their `what` (cut to
+ * COMM_WHAT_BYTES - 1 bytes).  A rank may be ahead of others by any number; after
+ * more than COMM_DECLARED of them the sentence may name a later pair than the first
+ * that differs, but no difference is missed.  Lines are the group's; the last is the
+ * engine's own.
+ */
+#define COMM_LINES 3u
+#define COMM_LINE_ENGINE (COMM_LINES - 1)
+#define COMM_DECLARED 64u
+#define COMM_WHAT_BYTES 64u
+zc_status comm_declare(zc_comm *comm, uint32_t line, uint64_t detail, const char *what);
+
+/*
+ * How many ranks have declared fewer than `number` times on a line; text: ", 1, 2",
+ * these, by their rank in the first communicator.  For any thread, as comm_watch; where it has to
+ * ask, it waits for the answer for a second at the most.
+ */
+size_t comm_behind(zc_comm *comm, uint32_t line, uint64_t number, char *text, size_t room_bytes);
+
+/*
  * Host-side all-gather of small records, blocking: records[q] becomes rank q's
  * record.  bytes <= COMM_EXCHANGE_BYTES and equal on all ranks.  `what` names
  * the operation in messages ("step", "end of backward"); it may differ between
@@ -272,6 +298,22 @@ typedef struct shm_comm_config {
     int (*interrupted)(void *context);
     void *interrupt_context;
 } shm_comm_config;
+
+/*
+ * Ranks on several hosts that are connected already: rank r > 0 by a stream socket to rank 0, which has one
+ * to each.  For what is small: hub_comm.h has the protocol, and what it leaves to others.
+ */
+typedef struct hub_comm_config {
+    size_t rank, ranks;
+    const size_t *hosts;         /* [ranks]: equal for ranks on one host */
+    const int *sockets;          /* rank 0: [ranks], its own entry is not looked at; else: one. Taken, also on failure */
+    uint64_t timeout_ns;
+    int (*interrupted)(void *context);
+    void *interrupt_context;
+} hub_comm_config;
+
+/* Blocking, until all ranks have called it. */
+zc_status hub_comm_open(const hub_comm_config *config, zc_comm **out);
 
 /* Meets the other ranks of `job` on this host. Blocking; ZC_ETIMEOUT names the ranks that did not come. */
 zc_status shm_comm_open(const shm_comm_config *config, zc_comm **out);

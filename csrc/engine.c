@@ -240,6 +240,15 @@ zc_status engine_ensure_state(zc_engine *engine, const zc_options *groups)
     return ZC_OK;
 }
 
+zc_status zc_engine_prepare(zc_engine *engine, const zc_options *groups, size_t group_count)
+{
+    if (group_count != engine->group_count)
+        return zc_fail(ZC_EINVAL, "%zu groups, but the engine has %zu", group_count, engine->group_count);
+    for (size_t g = 0; g < group_count; g++)
+        ZC_TRY(optim_check(engine->config.rule, &groups[g]));
+    return engine_ensure_state(engine, groups);
+}
+
 static zc_status register_params(zc_engine *engine, const zc_param *params, size_t count, const zc_options *groups,
                                  size_t group_count)
 {

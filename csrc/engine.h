@@ -323,6 +323,14 @@ uint64_t engine_hash(uint64_t hash, const void *data, size_t bytes);
 
 uint64_t engine_hash_options(uint64_t hash, const zc_options *groups, size_t group_count);
 
+/* ---- engine_state.c ---------------------------------------------------- */
+
+/* Elements [begin, end) of the space, all within this rank's slice of bucket b, to host memory; left alone if never used. */
+zc_status engine_read_run(zc_engine *engine, engine_space *space, size_t b, size_t begin, size_t end, zc_role role,
+                          char *to);
+/* Of the parameter's elements [first, end), which `from` has, this rank takes those that it keeps. */
+zc_status engine_write_range(zc_engine *engine, size_t index, zc_role role, size_t first, size_t end, const void *from);
+
 /* ---- engine_compare.c, engine_plan.c ----------------------------------- */
 
 zc_status engine_check_config(const zc_engine_config *config);

@@ -27,7 +27,7 @@ static zc_status check_index(const zc_engine *engine, size_t index, zc_role role
     if (index >= engine->param_count)
         return zc_fail(ZC_EINVAL, "parameter %zu of %zu", index, engine->param_count);
     if ((unsigned)role > ZC_ROLE_MASTER)
-        return zc_fail(ZC_EINVAL, "role %d; legal are 0 to %d", (int)role, ZC_ROLE_MASTER);
+        return zc_fail(ZC_EINVAL, "role %d; legal are 0 to %d here", (int)role, ZC_ROLE_MASTER);
     return ZC_OK;
 }
 
@@ -37,17 +37,22 @@ typedef struct owned_run {
     size_t state;      /* where it is in the state arrays */
 } owned_run;
 
-/* The run in bucket b; empty ones have begin >= end. At stage 0 a rank has state for the whole bucket. */
-static owned_run run_in_bucket(const zc_engine *engine, const engine_space *space, const engine_param *param, size_t b)
+/*
+ * The run of its elements [first, end) in bucket b; empty ones have begin >= end.
+ * At stage 0 a rank has state for the whole bucket.
+ */
+static owned_run run_in_bucket(const zc_engine *engine, const engine_space *space, const engine_param *param, size_t b,
+                               size_t first, size_t end)
 {
-    size_t end = param->offset + param->elems;
     partition_range own = partition_slice(&space->plan, b, engine->rank);
     size_t state = partition_shard_offset(&space->plan, b);
     if (engine->config.stage == 0) {
         own = partition_bucket(&space->plan, b);
         state = own.begin;
     }
-    owned_run run = {param->offset > own.begin ? param->offset : own.begin, end < own.end ? end : own.end, 0};
+    first += param->offset;
+    end += param->offset;
+    owned_run run = {first > own.begin ? first : own.begin, end < own.end ? end : own.end, 0};
     run.state = state + (run.begin - own.begin);
     return run;
 }
@@ -70,7 +75,7 @@ zc_status zc_engine_state(zc_engine *engine, size_t index, zc_role role, void **
         return ZC_OK;
     size_t last = partition_bucket_of(&space->plan, param->offset + param->elems - 1);
     for (size_t b = partition_bucket_of(&space->plan, param->offset); b <= last; b++) {
-        owned_run run = run_in_bucket(engine, space, param, b);
+        owned_run run = run_in_bucket(engine, space, param, b, 0, param->elems);
         if (run.begin >= run.end)
             continue;
         if (!*memory)
@@ -100,8 +105,7 @@ static zc_status read_frozen(zc_engine *engine, const engine_space *space, const
     return ZC_OK;
 }
 
-/* Reads elements [begin, end) of the space, all within this rank's slice of bucket b, to host memory. */
-static zc_status read_run(zc_engine *engine, engine_space *space, size_t b, size_t begin, size_t end, zc_role role,
+zc_status engine_read_run(zc_engine *engine, engine_space *space, size_t b, size_t begin, size_t end, zc_role role,
                           char *to)
 {
     const device_ops *ops = engine->device->ops;
@@ -158,8 +162,8 @@ zc_status zc_engine_read(zc_engine *engine, size_t index, zc_role role, double s
         size_t from = param->offset > own.begin ? param->offset : own.begin;
         size_t stop = end < own.end ? end : own.end;
         if (from < stop)
-            ZC_TRY(read_run(engine, space, b, from, stop, role,
-                            (char *)to + (from - param->offset) * space->sum_bytes));
+            ZC_TRY(engine_read_run(engine, space, b, from, stop, role,
+                                   (char *)to + (from - param->offset) * space->sum_bytes));
     }
     ZC_TRY(comm_array_all_reduce(engine->comm, to, param->elems, space->sum_bytes == 8 ? ZC_INT64 : ZC_INT32,
                                  COMM_SUM));
@@ -246,15 +250,14 @@ static zc_status write_remainders(zc_engine *engine, engine_space *space, size_t
     return ZC_OK;
 }
 
-zc_status zc_engine_write(zc_engine *engine, size_t index, zc_role role, const void *from)
+zc_status engine_write_range(zc_engine *engine, size_t index, zc_role role, size_t first, size_t end, const void *from)
 {
-    ZC_TRY(check_index(engine, index, role));
-    if (role == ZC_ROLE_GRAD)
-        return zc_fail(ZC_EINVAL, "gradients cannot be written; add them with a backward");
     engine_param *param = &engine->params[index];
     engine_space *space = &engine->spaces[param->space];
     void *array = role_array(space, role);
-    if (!param->elems)
+    if (role == ZC_ROLE_GRAD)
+        return zc_fail(ZC_EINVAL, "gradients cannot be written; add them with a backward");
+    if (first == end)
         return ZC_OK;
     if (!array && role == ZC_ROLE_MASTER)
         return zc_fail(ZC_EINVAL, "%s is %s and has no master; write the parameter itself",
@@ -262,10 +265,10 @@ zc_status zc_engine_write(zc_engine *engine, size_t index, zc_role role, const v
     if (!array)
         return zc_fail(ZC_ESTATE, "%s keeps no array for role %d with these options; set the option (momentum, "
                        "amsgrad) before loading", engine_param_name(engine, index), (int)role);
-    size_t last = partition_bucket_of(&space->plan, param->offset + param->elems - 1);
-    for (size_t b = partition_bucket_of(&space->plan, param->offset); b <= last; b++) {
-        owned_run run = run_in_bucket(engine, space, param, b);
-        const char *source = (const char *)from + (run.begin - param->offset) * space->sum_bytes;
+    size_t last = partition_bucket_of(&space->plan, param->offset + end - 1);
+    for (size_t b = partition_bucket_of(&space->plan, param->offset + first); b <= last; b++) {
+        owned_run run = run_in_bucket(engine, space, param, b, first, end);
+        const char *source = (const char *)from + (run.begin - param->offset - first) * space->sum_bytes;
         if (run.begin >= run.end)
             continue;
         if (role == ZC_ROLE_MASTER && space->dtype == ZC_BFLOAT16)
@@ -276,6 +279,12 @@ zc_status zc_engine_write(zc_engine *engine, size_t index, zc_role role, const v
                                                (run.end - run.begin) * space->sum_bytes));
     }
     return ZC_OK;
+}
+
+zc_status zc_engine_write(zc_engine *engine, size_t index, zc_role role, const void *from)
+{
+    ZC_TRY(check_index(engine, index, role));
+    return engine_write_range(engine, index, role, 0, engine->params[index].elems, from);
 }
 
 zc_status zc_engine_refresh(zc_engine *engine, size_t index)

@@ -93,6 +93,20 @@ static zc_status finish_gathers(zc_engine *engine)
     return ZC_OK;
 }
 
+zc_status zc_engine_spread(zc_engine *engine)
+{
+    ZC_TRY(round_meet(engine, MEET_STORE, SIZE_MAX, "loading"));
+    ZC_TRY(stage3_settle(engine));
+    if (engine->config.stage == 3)
+        return stage3_written(engine, "loading");
+    for (size_t s = 0; s < engine->space_count; s++) {
+        engine_space *space = &engine->spaces[s];
+        for (size_t b = 0; b < space->plan.buckets; b++)
+            ZC_TRY(start_gather(engine, space, b, space->param, space->elem_bytes));
+    }
+    return finish_gathers(engine);
+}
+
 /* ---- updates ------------------------------------------------------------------ */
 
 /* Updates one piece; its parameters are at `param`. */

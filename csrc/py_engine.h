@@ -60,7 +60,9 @@ void py_engine_note(py_engine *self, const struct py_param_list *list);
 
 /* Index of a parameter from a Python integer. */
 int py_engine_index(py_engine *self, PyObject *number, size_t *index);
-/* The same from an argument tuple; None or nothing is SIZE_MAX, all. `format` is "|O:method". */
+/* Role of an array by the name that torch.optim gives it, or "weight". */
+int py_engine_role(const char *name, zc_role *role);
+/* An index from an argument tuple; None or nothing is SIZE_MAX, all. `format` is "|O:method". */
 int py_engine_index_or_all(py_engine *self, PyObject *args, const char *format, size_t *index);
 /*
  * A (parameter, array) pair of arguments; the array must have the parameter's dtype and size.  `where` says whose memory
@@ -127,6 +129,12 @@ PyObject *py_engine_unit_generation(py_engine *self, PyObject *args);
 PyObject *py_engine_unit_range(py_engine *self, PyObject *args);
 PyObject *py_engine_fetch(py_engine *self, PyObject *args);
 PyObject *py_engine_store(py_engine *self, PyObject *args);
+PyObject *py_engine_parts(py_engine *self, PyObject *number);
+PyObject *py_engine_read_part(py_engine *self, PyObject *args);
+PyObject *py_engine_write_part(py_engine *self, PyObject *args);
+PyObject *py_engine_prepare(py_engine *self, PyObject *groups);
+PyObject *py_engine_spread(py_engine *self, PyObject *args);
+PyObject *py_checksum(PyObject *module, PyObject *source);
 PyObject *py_engine_use_stream(py_engine *self, PyObject *stream);
 PyObject *py_engine_load_from_device(py_engine *self, PyObject *args);
 PyObject *py_engine_copy_param(py_engine *self, PyObject *args);

@@ -192,6 +192,30 @@ int py_engine_read_array(py_engine *self, PyObject *args, const char *what, py_w
     return 0;
 }
 
+int py_engine_role(const char *name, zc_role *role)
+{
+    static const struct {
+        const char *name;
+        zc_role role;
+    } roles[] = {{"grad", ZC_ROLE_GRAD},
+                 {"exp_avg", ZC_ROLE_EXP_AVG},
+                 {"momentum_buffer", ZC_ROLE_EXP_AVG},
+                 {"exp_avg_sq", ZC_ROLE_EXP_AVG_SQ},
+                 {"max_exp_avg_sq", ZC_ROLE_MAX_EXP_AVG_SQ},
+                 {"master", ZC_ROLE_MASTER},
+                 {"weight", ZC_ROLE_WEIGHT}};
+
+    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++) {
+        if (strcmp(roles[i].name, name) == 0) {
+            *role = roles[i].role;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "role is '%s'; legal are 'grad', 'exp_avg', 'momentum_buffer', 'exp_avg_sq', "
+                                   "'max_exp_avg_sq', 'master', 'weight'", name);
+    return -1;
+}
+
 /* An optional parameter number, None for all. */
 int py_engine_index_or_all(py_engine *self, PyObject *args, const char *format, size_t *index)
 {

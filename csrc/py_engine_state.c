@@ -56,33 +56,14 @@ PyObject *py_engine_clip(py_engine *self, PyObject *args, PyObject *keywords)
 
 /* ---- state of one parameter ----------------------------------------------- */
 
-/* Roles by the names torch.optim gives the arrays: 0, or -1 with ValueError. */
-static int parse_role(const char *name, zc_role *role)
-{
-    static const struct {
-        const char *name;
-        zc_role role;
-    } roles[] = {{"grad", ZC_ROLE_GRAD},
-                 {"exp_avg", ZC_ROLE_EXP_AVG},
-                 {"momentum_buffer", ZC_ROLE_EXP_AVG},
-                 {"exp_avg_sq", ZC_ROLE_EXP_AVG_SQ},
-                 {"max_exp_avg_sq", ZC_ROLE_MAX_EXP_AVG_SQ},
-                 {"master", ZC_ROLE_MASTER}};
-
-    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++) {
-        if (strcmp(roles[i].name, name) == 0) {
-            *role = roles[i].role;
-            return 0;
-        }
-    }
-    PyErr_Format(PyExc_ValueError, "role is '%s'; legal are 'grad', 'exp_avg', 'momentum_buffer', 'exp_avg_sq', "
-                                   "'max_exp_avg_sq', 'master'", name);
-    return -1;
-}
-
 static int read_index_and_role(py_engine *self, PyObject *number, const char *name, size_t *index, zc_role *role)
 {
-    return py_engine_index(self, number, index) || parse_role(name, role) ? -1 : 0;
+    if (py_engine_index(self, number, index) || py_engine_role(name, role))
+        return -1;
+    if (*role != ZC_ROLE_WEIGHT)
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "role 'weight' has parts only; param() and fetch() give parameters");
+    return -1;
 }
 
 PyObject *py_engine_state(py_engine *self, PyObject *args)

@@ -2,6 +2,7 @@
  * The extension module zero_c._core: its state, its exception classes, and the
  * one place where a status of the core becomes a Python exception.
  */
+#include "py_engine.h"
 #include "py_gpu.h"
 #include "py_state.h"
 
@@ -102,6 +103,8 @@ static PyMethodDef module_methods[] = {
     {"as_array", py_array_as, METH_VARARGS, as_array_doc},
     {"gpu_probe", py_gpu_probe, METH_O,
      "gpu_probe(plugin)\n--\n\nThe number of GPUs that the CUDA part at this path can use; or Error says why there are none."},
+    {"checksum", py_checksum, METH_O,
+     "checksum(buffer)\n--\n\nThe two sums of a block of a checkpoint; csrc/checksum.h has their definition."},
     {"_fault_arm", fault_arm, METH_O, fault_arm_doc},
     {"_fault_count", fault_count, METH_NOARGS, fault_count_doc},
     {NULL, NULL, 0, NULL},

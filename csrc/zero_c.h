@@ -278,7 +278,8 @@ typedef enum zc_role {
     ZC_ROLE_EXP_AVG = 1,    /* adam, adamw; SGD's momentum buffer */
     ZC_ROLE_EXP_AVG_SQ = 2,
     ZC_ROLE_MAX_EXP_AVG_SQ = 3,
-    ZC_ROLE_MASTER = 4      /* fp32 value of a 16-bit parameter */
+    ZC_ROLE_MASTER = 4,     /* fp32 value of a 16-bit parameter */
+    ZC_ROLE_WEIGHT = 5      /* the parameter, in its dtype; of the functions on parts only */
 } zc_role;
 
 /* This rank's part of a parameter's state: *elems elements at *memory (NULL if there is none; never for GRAD), those
@@ -295,6 +296,34 @@ uint64_t zc_engine_step_count(const zc_engine *engine, size_t index);
 /* has_momentum: sgd, the buffer holds a value. */
 zc_status zc_engine_set_step_count(zc_engine *engine, size_t index, uint64_t steps, int has_momentum);
 int zc_engine_has_momentum(const zc_engine *engine, size_t index);
+
+/*
+ * -- parts: what each rank saves, and takes back --
+ * The ranks' parts of a parameter cover each of its elements once, at every stage; a part lies in one bucket.
+ */
+/* Local: the first part of this rank at or after element `from`, elements [*begin, *end) in storage order; both are the
+ * number of elements when there is none. `from` may be in the middle of a part. */
+zc_status zc_engine_next_part(const zc_engine *engine, size_t index, size_t from, size_t *begin, size_t *end);
+/* Local: elements [begin, end), within one of its parts, to host memory: fp32 (fp64), the weight in its own dtype. Zeros for
+ * state that was never used. Not for GRAD. */
+zc_status zc_engine_read_part(zc_engine *engine, size_t index, zc_role role, size_t begin, size_t end, void *to);
+/* Local: the weight within one of its parts; of state, what this rank keeps of [begin, end). */
+zc_status zc_engine_write_part(zc_engine *engine, size_t index, zc_role role, size_t begin, size_t end,
+                               const void *from);
+/* Local: arrays that these options call for exist from now on, so that they can be written. */
+zc_status zc_engine_prepare(zc_engine *engine, const zc_options *groups, size_t group_count);
+/* Collective: all ranks have written the weights of their parts, which come together as after a step. */
+zc_status zc_engine_spread(zc_engine *engine);
+
+/*
+ * Checksum of a block of a checkpoint.  Its bytes are taken as little-endian 32-bit
+ * words w[0..n-1], zeros added to the last one.  Modulo 2^64,
+ *     sums[0] = w[0] + w[1] + ... + w[n-1]
+ *     sums[1] = n w[0] + (n-1) w[1] + ... + 1 w[n-1]
+ * One changed word changes the first; two that leave it as it was change the second,
+ * in blocks of less than 16 GiB.
+ */
+void zc_checksum(const void *data, size_t bytes, uint64_t sums[2]);
 
 typedef struct zc_memory { /* bytes held by this rank; memory shared by all ranks of a host counts 1/N */
     uint64_t parameters, gradients, master, optimizer_state, buffers, total;

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy
 
-from zero_c import _gpu, _init, _options
+from zero_c import _checkpoint, _gpu, _init, _loading, _options, _saving
 from zero_c._core import Communicator, Engine, Error, GpuArray, as_array
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")
@@ -73,7 +73,7 @@ class ShardedOptimizer:
         self.loss_scale = loss_scale
         self.max_grad_norm = max_grad_norm
         self._skip_nonfinite = skip_nonfinite
-        self._optimizer = optimizer
+        self._optimizer, self._stage = optimizer, stage
         groups, members = _read_groups(arrays, optimizer, defaults)
         self.param_groups = groups
         self._names = [name for name, _, _ in members]
@@ -214,6 +214,48 @@ class ShardedOptimizer:
     def traffic(self):
         """Calls, payload in elements and bytes of each collective since the last call."""
         return self._engine.traffic()
+
+    # ---- checkpoints ------------------------------------------------------
+
+    def save(self, path):
+        """Writes parameters and state to a folder that all ranks share, for any number of ranks and any stage. Collective.
+
+        Until the last moment the checkpoint that was there before stays whole; CheckpointError on all ranks if it cannot
+        be written.
+        """
+        self._close_round()
+        _saving.save(self._engine, self.comm, path, self._describe_all)
+
+    def load(self, path):
+        """Takes parameters, state and options from what save() wrote. Collective.
+
+        Arrays and groups must be those that were saved. CheckpointError on all ranks, and nothing is changed, if something
+        is missing, damaged or does not fit.
+        """
+        self._close_round()
+        manifest = _loading.load(self._engine, self.comm, path, self._stage == 0, self.param_groups, self._optimizer,
+                                 _checkpoint.like, self._entries, self._core_groups)
+        if self.loss_scale is not None:
+            self.loss_scale = manifest["loss_scale"]["value"]
+        self._steps = manifest["steps"]
+        self.last_step = LastStep(None, self._scale(), False, 0, self._steps, self.last_step.deterministic)
+        self._write_back()
+
+    def _entries(self):
+        group_of = {i: number for number, group in enumerate(self.param_groups) for i in group["params"]}
+        return [_checkpoint.Entry(name, "parameter", dtype, shape, index=i, group=group_of[i], roles=self._kept(i))
+                for i, (name, dtype, shape) in enumerate(zip(self._names, self._dtypes, self._shapes))]
+
+    def _kept(self, i):
+        """Names of all that is kept of a parameter, as a checkpoint orders them."""
+        roles = self._roles(i) + (("master",) if self._dtypes[i] in ("bfloat16", "float16") else ())
+        return tuple(sorted(roles, key=_checkpoint.ROLES.index))
+
+    def _describe_all(self):
+        groups = [({key: value for key, value in group.items() if key != "params"}, len(group["params"]))
+                  for group in self.param_groups]
+        scale = {"value": self._scale(), "good": 0, "floored": 0}
+        return self._entries(), _checkpoint.about(self._optimizer, groups, scale, self._steps, self._stage, self.comm)
 
     # ---- helpers ---------------------------------------------------------
 

@@ -9,9 +9,9 @@ import numpy
 import torch
 
 import zero_c
-from zero_c import _core, _gpu, _options
+from zero_c import _core, _gpu, _options, _saving
 
-from . import _agree, _arguments, _meta, _place, _stage3, _state, _units
+from . import _agree, _arguments, _checkpoint, _meta, _place, _stage3, _state, _units
 from ._scale import LossScale, is_positive
 
 
@@ -120,6 +120,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._places = _arguments.places(whole) if whole is not None else {}
         self._buffers = {name: buffer for name, buffer in whole.named_buffers()} if whole is not None else {}
         self._windows = None        # stage 3: see _stage3.py
+        self._whole = whole
+        self._saving = None         # a save in the background
         config = {"stage": stage, "shared_params": bool(shared_params), "mean": self._mean}
         if bucket_mb is not None:
             config["bucket_bytes"] = max(1, int(bucket_mb * 2**20))
@@ -211,7 +213,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             guard, tensor.data = tensor.data, views[index]
             self._enter(index, name, tensor, group, windowed=True)
             tensor.data = guard
-        self._module = module
         self._sharded = {id(tensor): index for index, tensor in enumerate(tensors)}
         _place.make_windows(self._engine, layout, dict(zip(map(id, tensors), views, strict=True)), self._places)
         shapes = {id(tensor): (view.shape, view.stride()) for tensor, view in zip(tensors, views, strict=True)}
@@ -531,7 +532,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _gathered(self, params, write):
-        params = params or [tensor for tensor in self._module.parameters() if id(tensor) in self._sharded]
+        params = params or [tensor for tensor in self._whole.parameters() if id(tensor) in self._sharded]
         own = {id(p): (p, self._fetch(p)) for p in params}
         with self._windows.holding(list(own.values())):
             versions = [p._version for p in params]
@@ -586,6 +587,46 @@ class ShardedOptimizer(torch.optim.Optimizer):
         (_state.load_local if "zero_c" in state_dict else _state.load_full)(self, state_dict)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    # ---- checkpoints -----------------------------------------------------------
+
+    def save(self, path):
+        """Writes parameters, buffers and all state to a folder that all ranks share. Collective.
+
+        Any number of ranks at any stage loads it, and `weights-*.safetensors` in it any other program. Until the last
+        moment the checkpoint that was there before stays whole. zero_c.CheckpointError on all ranks if it cannot be done.
+        """
+        self.wait_saved()
+        self._refresh_written()
+        _saving.save(self._engine, self._comm, path, self._describe_all)
+
+    def async_save(self, path):
+        """As save(), but returns when every rank has copied its parts (its shards once more, in memory); collective.
+
+        Writing goes on in a thread. wait_saved(), and the next save or load, return when it is done or raise its error.
+        """
+        self.wait_saved()
+        self._refresh_written()
+        self._saving = _saving.Background(self._engine, self._comm, path, self._describe_all)
+
+    def wait_saved(self):
+        """Returns when the last async_save() is on the disk. Collective."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def load(self, path):
+        """Takes everything from a checkpoint: parameters, buffers, state, options of the groups. Collective.
+
+        The model and the groups must be those that were saved; ranks, stage, units and bucket sizes may be others. With as
+        many ranks training goes on with the same bits. zero_c.CheckpointError on all ranks, and nothing is changed, if
+        something is missing, damaged or does not fit.
+        """
+        self.wait_saved()
+        _checkpoint.load(self, path)
+
+    def _describe_all(self):
+        return _checkpoint.entries(self), _checkpoint.about(self)
 
     def __reduce_ex__(self, protocol):
         raise TypeError("a ShardedOptimizer cannot be pickled or copied: it is tied to the processes of its "

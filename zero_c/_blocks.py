@@ -1,0 +1,171 @@
+"""Files of a checkpoint: safetensors that many ranks write at once, and what is known of their bytes.
+
+A safetensors file is eight bytes (the header's length), a JSON header that says of
+each tensor its dtype, shape and place, and the tensors without gaps, row-major. So
+the place of every element is known before anybody writes, and ranks write where
+their parts belong.
+
+What a rank writes in one piece is a block, at most BLOCK_BYTES: the unit of
+checksums. The blocks' table (a line for each: file, offset, bytes, two sums) is a
+file of its own, in which every rank's lines are together.
+"""
+
+import json
+import math
+import os
+import struct
+
+import numpy
+
+from zero_c._core import CheckpointError, checksum
+
+BLOCK_BYTES = 1 << 20
+HEADER_MOST_BYTES = 100 << 20  # as the safetensors library
+LINE = numpy.dtype([("file", "<u4"), ("bytes", "<u4"), ("offset", "<u8"), ("sums", "<u8", 2)])
+
+# dtype -> its name in safetensors files, and bytes of an element.
+DTYPES = {"float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2), "int64": ("I64", 8),
+          "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1), "uint8": ("U8", 1), "bool": ("BOOL", 1)}
+
+
+def bytes_of(shape, dtype):
+    return math.prod(shape) * DTYPES[dtype][1]
+
+
+def plan_file(tensors, notes):
+    """(header, first byte of each tensor, bytes of the file) for (name, dtype, shape) in the order of the file.
+
+    Elements are aligned if larger ones come first.
+    """
+    header, starts, at = {"__metadata__": notes}, [], 0
+    for name, dtype, shape in tensors:
+        end = at + bytes_of(shape, dtype)
+        header[name] = {"dtype": DTYPES[dtype][0], "shape": list(shape), "data_offsets": [at, end]}
+        starts.append(at)
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 64)
+    return struct.pack("<Q", len(text)) + text, [8 + len(text) + start for start in starts], 8 + len(text) + at
+
+
+def read_header(file, name):
+    """name -> (dtype's name in the file, shape, first byte, end) of an open safetensors file."""
+    size = os.fstat(file).st_size
+    length = struct.unpack("<Q", read_exactly(file, 0, 8, name))[0] if size >= 8 else size
+    if size < 8 or length > min(size - 8, HEADER_MOST_BYTES):
+        raise CheckpointError(f"{name}: {size} bytes are no safetensors file; it is damaged or another file")
+    try:
+        header = json.loads(read_exactly(file, 8, length, name))
+        found = {key: (entry["dtype"], tuple(entry["shape"]), *(8 + length + at for at in entry["data_offsets"]))
+                 for key, entry in header.items() if key != "__metadata__"}
+        if not all(isinstance(number, int) for _, shape, first, end in found.values() for number in (*shape, first, end)):
+            raise TypeError("a size is no integer")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{name}: its header is damaged ({error})") from None
+    if any(not 8 + length <= first <= end <= size for _, _, first, end in found.values()):
+        raise CheckpointError(f"{name}: {size} bytes are fewer than its header tells of; it was truncated")
+    return found
+
+
+def read_exactly(file, offset, count, name):
+    out = bytearray(count)
+    read_into(file, offset, memoryview(out), name)
+    return out
+
+
+def read_into(file, offset, view, name):
+    """Fills a memoryview of bytes from the file."""
+    done = 0
+    while done < len(view):
+        count = os.preadv(file, [view[done:]], offset + done)
+        if not count:
+            raise CheckpointError(f"{name}: ends at byte {offset + done}, inside what is to be read; it was truncated")
+        done += count
+
+
+class Writer:
+    """Collects what is to be written into blocks and hands each to `sink(file, offset, bytes-like)`.
+
+    The memory that the sink gets is used again when it returns.
+    """
+
+    def __init__(self, sink):
+        self._sink, self._lines = sink, []
+        self._memory = memoryview(bytearray(BLOCK_BYTES))
+        self._file, self._offset, self._used = 0, 0, 0
+
+    def room(self, file, offset, count):
+        """Memory for `count` bytes, or fewer, that belong there; the caller fills all of it before the next call."""
+        if file != self._file or offset != self._offset + self._used or self._used == BLOCK_BYTES:
+            self.flush()
+            self._file, self._offset = file, offset
+        first = self._used
+        self._used = min(BLOCK_BYTES, first + count)
+        return self._memory[first:self._used]
+
+    def write(self, file, offset, source):
+        """Bytes of any length."""
+        source = memoryview(source).cast("B")
+        while len(source):
+            room = self.room(file, offset, len(source))
+            room[:] = source[:len(room)]
+            offset += len(room)
+            source = source[len(room):]
+
+    def flush(self):
+        if self._used:
+            block = self._memory[:self._used]
+            self._lines.append((self._file, self._used, self._offset, checksum(block)))
+            self._sink(self._file, self._offset, block)
+        self._used = 0
+
+    def table(self):
+        """A line for each block so far."""
+        self.flush()
+        return numpy.array(self._lines, LINE)
+
+
+def write_exactly(file, offset, source):
+    done, source = 0, memoryview(source).cast("B")
+    while done < len(source):
+        done += os.pwrite(file, source[done:], offset + done)
+
+
+class Blocks:
+    """The blocks of a checkpoint's files, by their place; checks each that is needed once.
+
+    files: (descriptor, name, first byte that must be in a block, size); table: lines in any order.
+    """
+
+    def __init__(self, files, table, table_name):
+        self._files = files
+        self._memory = memoryview(bytearray(BLOCK_BYTES))
+        self._lines = []
+        for number, (_, name, first, size) in enumerate(files):
+            lines = table[table["file"] == number]
+            lines = lines[numpy.argsort(lines["offset"])]
+            ends = lines["offset"] + lines["bytes"]
+            wanted = numpy.concatenate([[first], ends]).astype(numpy.uint64)
+            if (lines["bytes"] > BLOCK_BYTES).any() or not numpy.array_equal(wanted[:-1], lines["offset"]) or wanted[-1] != size:
+                raise CheckpointError(f"{table_name}: its blocks do not cover {name}; one of the two is damaged or of another save")
+            self._lines.append((lines, numpy.zeros(len(lines), bool)))
+        if len(table) != sum(len(lines) for lines, _ in self._lines):
+            raise CheckpointError(f"{table_name}: names files that this checkpoint has not; it is damaged")
+
+    def check(self, number, first, end, tensor):
+        """Reads the blocks that have some byte of [first, end) of a file; CheckpointError if one is not as it was written."""
+        if first == end:
+            return
+        file, name = self._files[number][:2]
+        lines, checked = self._lines[number]
+        low = int(numpy.searchsorted(lines["offset"], first, "right")) - 1
+        high = int(numpy.searchsorted(lines["offset"], end, "left"))
+        for k in range(low, high):
+            if checked[k]:
+                continue
+            offset, view = int(lines["offset"][k]), self._memory[:int(lines["bytes"][k])]
+            read_into(file, offset, view, name)
+            if checksum(view) != tuple(map(int, lines["sums"][k])):
+                raise CheckpointError(f"{name}: bytes {offset} to {offset + len(view)} are not what was written (tensor "
+                                      f"'{tensor}'); the file is damaged")
+            checked[k] = True

@@ -1,0 +1,203 @@
+"""Loading: _checkpoint.py has the protocol."""
+
+import os
+from pathlib import Path
+
+import numpy
+
+from zero_c import _blocks
+from zero_c._checkpoint import (
+    FILES,
+    MANIFEST,
+    collective,
+    from_rank_0,
+    items_of,
+    numpy_dtype,
+    options_of,
+    read_manifest,
+    shaped,
+    stored,
+    unseal,
+)
+from zero_c._core import CheckpointError, checksum
+
+
+class Loading:
+    """One load, on one rank."""
+
+    def __init__(self, engine, comm, folder, everywhere):
+        """everywhere: this rank keeps the state of all elements (stage 0)."""
+        self._engine, self._comm, self._folder, self._everywhere = engine, comm, Path(folder), everywhere
+        self.path = self._folder / MANIFEST
+        self._fds = []
+
+    def read(self):
+        """The manifest: rank 0's, on every rank. Collective."""
+        what = f"load from {self._folder}"
+
+        def read():
+            data = read_manifest(self._folder)
+            if data is None:
+                raise CheckpointError(f"there is no {MANIFEST} in {self._folder}; it is no checkpoint, or one whose first save "
+                                      f"was interrupted")
+            return data
+
+        data = collective(self._comm, what, read if self._comm.rank == 0 else lambda: b"")
+        data = from_rank_0(self._comm, data)
+        return collective(self._comm, what, lambda: unseal(data, self.path))
+
+    def check(self, manifest, entries):
+        """Local: everything is there, fits `entries`, and what this rank needs is as it was written."""
+        self._entries = entries
+        compare(manifest["tensors"], self._entries, self.path)
+        self._saved = {tensor["name"]: tensor for tensor in manifest["tensors"]}
+        self._items = items_of(self._entries)
+        opened = []
+        for number, kind in enumerate(FILES):
+            opened.append(self._open(manifest["files"][kind]))
+            self._place(self._items[number], *opened[number])
+        first_bytes = [min([item.offset for item in items], default=size)
+                       for items, (_, _, size) in zip(self._items, opened, strict=True)]
+        table_file, table_name, size = self._open(manifest["files"]["blocks"])
+        blocks = _blocks.Blocks([(file, name, first, size) for (file, name, size), first in zip(opened, first_bytes, strict=True)],
+                                read_table(table_file, table_name, manifest["files"]["blocks"]["parts"]), table_name)
+        for items in self._items:
+            for item in items:
+                for begin, end in self._wanted(item):
+                    blocks.check(item.file, item.offset + begin * item.elem_bytes, item.offset + end * item.elem_bytes, item.name)
+
+    def _open(self, about):
+        path = self._folder / about["name"]
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fds.append(file)
+        size = os.fstat(file).st_size
+        if size != about["bytes"]:
+            raise CheckpointError(f"{path} has {size} bytes and had {about['bytes']} when it was written; it was truncated or replaced")
+        return file, str(path), size
+
+    def _place(self, items, file, name, _):
+        header = _blocks.read_header(file, name)
+        for item in items:
+            if item.name not in header:
+                raise CheckpointError(f"{name} has no tensor '{item.name}'; it is damaged")
+            dtype, shape, item.offset, end = header[item.name]
+            if (dtype, shape, end - item.offset) != (_blocks.DTYPES[item.dtype][0], tuple(item.entry.shape), item.bytes):
+                raise CheckpointError(f"{name}: tensor '{item.name}' is {dtype} {shape}, and the manifest says {item.dtype} "
+                                      f"{tuple(item.entry.shape)}; the file is damaged or of another save")
+
+    def _wanted(self, item):
+        """Elements of a tensor that this rank reads, as ranges."""
+        entry = item.entry
+        elems = item.bytes // item.elem_bytes
+        if entry.index is None or entry.strides is not None or (self._everywhere and item.role != "weight"):
+            return [(0, elems)] if elems else []
+        return self._engine.parts(entry.index)
+
+    def apply(self):
+        """Local, but for the weights coming together: everything takes its saved values."""
+        memory = memoryview(bytearray(_blocks.BLOCK_BYTES))
+        for items in self._items:
+            for item in items:
+                self._apply_item(item, memory)
+        for entry in self._entries:
+            if entry.kind == "parameter":
+                saved = self._saved[entry.name]
+                self._engine.set_step_count(entry.index, saved["steps"], saved["has_momentum"])
+
+    def _apply_item(self, item, memory):
+        entry, file = item.entry, self._fds[item.file]
+        if entry.index is None or entry.strides is not None:
+            whole = numpy.empty(item.bytes, numpy.uint8)
+            _blocks.read_into(file, item.offset, memoryview(whole), item.name)
+            values = whole.view(numpy_dtype(item.dtype)).reshape(entry.shape)
+            if entry.index is None:
+                entry.store(values)
+            else:
+                self._write_whole(item, values)
+            return
+        for begin, end in self._wanted(item):
+            while begin < end:
+                stop = min(end, begin + len(memory) // item.elem_bytes)
+                view = memory[:(stop - begin) * item.elem_bytes]
+                _blocks.read_into(file, item.offset + begin * item.elem_bytes, view, item.name)
+                self._engine.write_part(entry.index, item.role, begin, stop, view)
+                begin = stop
+
+    def _write_whole(self, item, values):
+        flat = stored(values, item.entry)
+        if item.role != "weight":
+            return self._engine.write_part(item.entry.index, item.role, 0, len(flat), flat.view(numpy.uint8))
+        for begin, end in self._engine.parts(item.entry.index):
+            self._engine.write_part(item.entry.index, "weight", begin, end, flat[begin:end].view(numpy.uint8))
+
+    def close(self):
+        for file in self._fds:
+            os.close(file)
+        self._fds = []
+
+
+def load(engine, comm, folder, everywhere, groups, optimizer, like, list_entries, core_groups):
+    """Collective: the manifest, after everything in the engine, the groups and the entries' own arrays has its values.
+
+    groups: dicts, which get the saved options; list_entries() -> entries, as these options make them; core_groups() -> the
+    options for the engine; like(value, old) -> a saved option in the type of the one that is there.
+    """
+    what = f"load from {folder}"
+    loading = Loading(engine, comm, folder, everywhere)
+    old = [dict(group) for group in groups]
+    try:
+        manifest = loading.read()
+
+        def check():
+            for group, options in zip(groups, options_of(manifest, optimizer, groups, like, loading.path), strict=True):
+                group.update(options)
+            loading.check(manifest, list_entries())
+
+        try:
+            collective(comm, what, check)
+        except BaseException:
+            for group, options in zip(groups, old, strict=True):
+                group.clear()
+                group.update(options)
+            raise
+        engine.prepare(core_groups())
+        collective(comm, f"{what}, which is half done (the model is undefined until another load)", loading.apply)
+        engine.spread()
+        return manifest
+    finally:
+        loading.close()
+
+
+def read_table(file, name, parts):
+    """The lines of all ranks, each rank's checked by what the manifest says of it."""
+    header = _blocks.read_header(file, name)
+    lines = sum(int(count) for count, *_ in parts)
+    if header.get("blocks", (None,) * 4)[:2] != ("U8", (lines, _blocks.LINE.itemsize)):
+        raise CheckpointError(f"{name} is not the table of {lines} blocks that the manifest says; it is damaged or of another save")
+    _, _, first, end = header["blocks"]
+    data = _blocks.read_exactly(file, first, end - first, name)
+    at = 0
+    for rank, (count, *sums) in enumerate(parts):
+        own = memoryview(data)[at:at + count * _blocks.LINE.itemsize]
+        if list(checksum(own)) != sums:
+            raise CheckpointError(f"{name}: the lines of rank {rank} are not what was written; the file is damaged")
+        at += len(own)
+    return numpy.frombuffer(data, _blocks.LINE)
+
+
+def compare(saved, entries, path):
+    """CheckpointError names the first tensor that is saved otherwise than it is here."""
+    by_name = {tensor["name"]: tensor for tensor in saved}
+    for entry in entries:
+        tensor = by_name.pop(entry.name, None)
+        if tensor is None:
+            raise CheckpointError(f"{path}: {entry.kind} '{entry.name}' is not in the checkpoint; it is one of another model")
+        for key, here in (("kind", entry.kind), ("dtype", entry.dtype), ("shape", list(entry.shape)), ("group", entry.group)):
+            if tensor[key] != here:
+                raise CheckpointError(f"{path}: '{entry.name}' has {key} {tensor[key]} in the checkpoint and {here} here; build the "
+                                      f"model and the optimizer as they were saved")
+        if tensor["roles"] != list(entry.roles):
+            raise CheckpointError(f"{path}: '{entry.name}' has {', '.join(tensor['roles']) or 'no state'} in the checkpoint, and "
+                                  f"{', '.join(entry.roles) or 'none'} is needed here; use the same optimizer")
+    if by_name:
+        raise CheckpointError(f"{path}: the checkpoint has '{next(iter(by_name))}', which the model here has not")

@@ -1,0 +1,296 @@
+"""Saving: _checkpoint.py has the protocol."""
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import threading
+import time
+from pathlib import Path
+
+import numpy
+
+from zero_c import _blocks
+from zero_c._checkpoint import (
+    FILES,
+    FORMAT,
+    MANIFEST,
+    VERSION_OF_FORMAT,
+    collective,
+    from_rank_0,
+    items_of,
+    read_manifest,
+    seal,
+    shaped,
+    unseal,
+)
+from zero_c._core import CheckpointError, checksum
+from zero_c._version import VERSION
+
+OURS = re.compile(r"(?:(?:weights|state|blocks)-[0-9a-f]{16}\.safetensors|done-[0-9a-f]{16}-\d+|zero_c\.json\.new)\Z")
+POLL_S = 0.05
+PATIENCE_S = 600.0  # rank 0's thread waits this long for the others' after its own part
+
+
+def describe(entry, engine):
+    counted = entry.kind == "parameter"
+    return {"name": entry.name, "kind": entry.kind, "dtype": entry.dtype, "shape": list(entry.shape), "group": entry.group,
+            "roles": list(entry.roles), "aliases": list(entry.aliases),
+            "steps": engine.step_count(entry.index) if counted else 0,
+            "has_momentum": bool(engine.has_momentum(entry.index)) if counted else False}
+
+
+class Saving:
+    """One save, on one rank. Calls are collective unless they say otherwise, and come in the order in which they stand here."""
+
+    def __init__(self, engine, comm, folder, describe_all):
+        """describe_all() -> (entries, what the manifest says besides tensors and files)."""
+        self._engine, self._comm, self._folder = engine, comm, Path(folder)
+        entries, self._about = describe_all()
+        self._items = items_of(entries)
+        self._tensors = [describe(entry, engine) for entry in entries]
+        self._lock, self._fds = None, []
+        notes = {"format": FORMAT, "version": str(VERSION_OF_FORMAT)}
+        self._headers, self._sizes = [], []
+        for items in self._items:
+            header, starts, size = _blocks.plan_file([(item.name, item.dtype, item.entry.shape) for item in items], notes)
+            self._headers.append(header)
+            self._sizes.append(size)
+            for item, start in zip(items, starts, strict=True):
+                item.offset = start
+
+    def begin(self):
+        """Files at full size, open on every rank."""
+        self._engine.sync("save")
+        name = collective(self._comm, f"save to {self._folder}", self._make if self._comm.rank == 0 else lambda: b"")
+        self._save = from_rank_0(self._comm, name).decode()
+        collective(self._comm, f"save to {self._folder}", self._open)
+
+    def _make(self):
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError("another save to this folder is under way; wait for it, or use another folder") from None
+        kept = read_manifest(self._folder)
+        if kept is not None:  # what a foreign file or a newer version says must not be lost
+            self._clean(unseal(kept, self._folder / MANIFEST))
+        self._save = secrets.token_hex(8)
+        for number, header in enumerate(self._headers):
+            with open(self._path(FILES[number]), "xb") as file:
+                reserve(file.fileno(), self._sizes[number])
+                _blocks.write_exactly(file.fileno(), 0, header)
+        return self._save.encode()
+
+    def _path(self, kind):
+        return self._folder / f"{kind}-{self._save}.safetensors"
+
+    def _open(self):
+        for number, kind in enumerate(FILES):
+            self._fds.append(os.open(self._path(kind), os.O_WRONLY | os.O_CLOEXEC))
+            if os.fstat(self._fds[number]).st_size != self._sizes[number]:
+                raise CheckpointError(f"{self._path(kind)} is not the file that rank 0 made; the folder must be one that all "
+                                      f"ranks share")
+
+    def copy(self, sink):
+        """Local, but for parameters not stored row-major: this rank's parts, in blocks, to sink(file, offset, memory)."""
+        self._writer = _blocks.Writer(sink)
+        for items in self._items:
+            for item in items:
+                self._copy_item(item)
+        self._writer.flush()
+
+    def _copy_item(self, item):
+        entry, writer = item.entry, self._writer
+        if entry.index is None or entry.strides is not None:
+            whole = entry.values if entry.index is None else self._whole(item)
+            if self._comm.rank == 0:
+                writer.write(item.file, item.offset, numpy.ascontiguousarray(whole).reshape(-1).view(numpy.uint8))
+            return
+        for begin, end in self._engine.parts(entry.index):
+            while begin < end:
+                room = writer.room(item.file, item.offset + begin * item.elem_bytes, (end - begin) * item.elem_bytes)
+                stop = begin + len(room) // item.elem_bytes
+                self._engine.read_part(entry.index, item.role, begin, stop, room)
+                begin = stop
+
+    def _whole(self, item):
+        """The value of a parameter that is not stored row-major; collective."""
+        entry = item.entry
+        flat = self._engine.fetch(entry.index) if item.role == "weight" else self._engine.read(entry.index, item.role)
+        return shaped(flat, entry)
+
+    def write(self, file, offset, memory):
+        """A sink: to the file."""
+        _blocks.write_exactly(self._fds[file], offset, memory)
+
+    def tables(self):
+        """Where each rank's lines are, and their checksums; makes the table's file."""
+        table = self._writer.table()
+        own = numpy.array([len(table), *checksum(table.tobytes())], numpy.uint64).view(numpy.int64)
+        self._parts = self._comm.all_gather(own).reshape(-1, 3).view(numpy.uint64)
+        lines = int(self._parts[:, 0].sum())
+        header, (start,), size = _blocks.plan_file([("blocks", "uint8", (lines, _blocks.LINE.itemsize))], {})
+        first = start + int(self._parts[:self._comm.rank, 0].sum()) * _blocks.LINE.itemsize
+        self._sizes.append(size)
+
+        def make():
+            with open(self._path("blocks"), "xb") as file:
+                reserve(file.fileno(), size)
+                _blocks.write_exactly(file.fileno(), 0, header)
+
+        collective(self._comm, f"save to {self._folder}", make if self._comm.rank == 0 else lambda: None)
+        return table, first
+
+    def flush(self, table, first):
+        """Local: everything this rank has written is on the disk after this."""
+        self._fds.append(os.open(self._path("blocks"), os.O_WRONLY | os.O_CLOEXEC))
+        _blocks.write_exactly(self._fds[-1], first, table.tobytes())
+        for file in self._fds:
+            os.fsync(file)
+
+    def publish(self):
+        """Rank 0, local: the new manifest takes the place of the old one."""
+        files = {kind: {"name": self._path(kind).name, "bytes": size}
+                 for kind, size in zip((*FILES, "blocks"), self._sizes, strict=True)}
+        files["blocks"]["parts"] = self._parts.tolist()
+        manifest = {"format": FORMAT, "version": VERSION_OF_FORMAT, "zero_c": VERSION, "files": files,
+                    "tensors": self._tensors, **self._about}
+        fresh = self._folder / f"{MANIFEST}.new"
+        with open(fresh, "wb") as file:
+            file.write(seal(manifest))
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(fresh, self._folder / MANIFEST)
+        os.fsync(self._lock)
+        self._clean(manifest)
+
+    def _clean(self, manifest):
+        """Removes files of other saves than this manifest's."""
+        kept = {entry["name"] for entry in manifest["files"].values()}
+        for path in self._folder.iterdir():
+            if OURS.match(path.name) and path.name not in kept:
+                path.unlink(missing_ok=True)
+
+    def close(self, failed=False):
+        """Local: lets go of everything; of a failed save nothing stays."""
+        for file in self._fds:
+            os.close(file)
+        if failed and self._lock is not None and hasattr(self, "_save"):
+            for kind in (*FILES, "blocks"):
+                with contextlib.suppress(OSError):
+                    self._path(kind).unlink(missing_ok=True)
+        if self._lock is not None:
+            os.close(self._lock)
+        self._fds, self._lock = [], None
+
+    # ---- in the background
+
+    def done_path(self, rank):
+        return self._folder / f"done-{self._save}-{rank}"
+
+    def tell_done(self, text):
+        """Rank 0's thread learns that this rank has written, or why not."""
+        path = self.done_path(self._comm.rank)
+        fresh = path.with_name(path.name + ".new")
+        fresh.write_text(text)
+        os.rename(fresh, path)
+
+    def wait_done(self):
+        """Rank 0's thread: until all have written; CheckpointError with the sentence of one that could not."""
+        end = time.monotonic() + PATIENCE_S
+        for rank in range(1, self._comm.world_size):
+            while not self.done_path(rank).exists():
+                if time.monotonic() > end:
+                    raise CheckpointError(f"rank {rank} has not written its part {PATIENCE_S:.0f} s after rank 0; it is gone, or does "
+                                          f"not see the folder")
+                time.sleep(POLL_S)
+            text = self.done_path(rank).read_text()
+            if text:
+                raise CheckpointError(text)
+
+
+def reserve(file, size):
+    """Disk space for the whole file, where the file system can promise it: a full disk is found before anything is written."""
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno not in (95, 22):  # EOPNOTSUPP, EINVAL: not here
+            raise
+        os.truncate(file, size)
+
+
+def save(engine, comm, folder, describe_all):
+    """Collective. All ranks return, or raise the same CheckpointError and the folder's checkpoint is the old one."""
+    what = f"save to {folder}"
+    saving = collective(comm, what, lambda: Saving(engine, comm, folder, describe_all))
+    done = False
+    try:
+        saving.begin()
+        collective(comm, what, lambda: saving.copy(saving.write))
+        table, first = saving.tables()
+        collective(comm, what, lambda: saving.flush(table, first))
+        collective(comm, what, saving.publish if comm.rank == 0 else lambda: None)
+        done = True
+    finally:
+        saving.close(failed=not done)
+
+
+class Background:
+    """A save whose writing goes on in a thread; made by async_save()."""
+
+    def __init__(self, engine, comm, folder, describe_all):
+        self._comm, self._folder, self._error = comm, folder, None
+        what = f"save to {folder}"
+        saving = collective(comm, what, lambda: Saving(engine, comm, folder, describe_all))
+        self._blocks, done = [], False
+        try:
+            saving.begin()
+            collective(comm, what, lambda: saving.copy(self._keep))
+            table, first = saving.tables()
+            done = True
+        finally:
+            if not done:
+                saving.close(failed=True)
+        self._thread = threading.Thread(target=self._run, args=(saving, table, first), name="zero_c save")
+        self._thread.start()
+
+    def _keep(self, file, offset, memory):
+        self._blocks.append((file, offset, bytes(memory)))
+
+    def _run(self, saving, table, first):
+        rank = self._comm.rank
+        try:
+            for block in self._blocks:
+                saving.write(*block)
+            saving.flush(table, first)
+        except Exception as error:
+            self._error = f"save to {self._folder}, rank {rank}: {type(error).__name__}: {error}"
+        self._blocks = []
+        try:
+            if rank:
+                saving.tell_done(self._error or "")
+            else:
+                saving.wait_done()
+                if self._error is None:
+                    saving.publish()
+        except Exception as error:
+            self._error = self._error or f"save to {self._folder}, rank {rank}: {error}"
+        saving.close(failed=self._error is not None)
+
+    @property
+    def done(self):
+        """Whether this rank's thread has ended."""
+        return not self._thread.is_alive()
+
+    def wait(self):
+        """Collective: until the checkpoint is on the disk. CheckpointError on all ranks if it could not be written."""
+        self._thread.join()
+
+        def outcome():
+            if self._error is not None:
+                raise CheckpointError(self._error)
+
+        collective(self._comm, "save in the background", outcome)

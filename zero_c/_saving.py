@@ -41,6 +41,56 @@ def describe(entry, engine):
             "has_momentum": bool(engine.has_momentum(entry.index)) if counted else False}
 
 
+def plan(items):
+    """(header, size) of the file of these items, which learn their places."""
+    notes = {"format": FORMAT, "version": str(VERSION_OF_FORMAT)}
+    header, starts, size = _blocks.plan_file([(item.name, item.dtype, item.entry.shape) for item in items], notes)
+    for item, start in zip(items, starts, strict=True):
+        item.offset = start
+    return header, size
+
+
+def copy_parts(engine, comm, items, sink):
+    """This rank's parts, in blocks, to sink(file, offset, memory); the blocks' table. Collective.
+
+    An error of the sink is raised at the end: until then peers may need this rank, for parameters that are put together.
+    """
+    failed = []
+
+    def careful(*block):
+        try:
+            if not failed:
+                sink(*block)
+        except OSError as error:
+            failed.append(error)
+
+    writer = _blocks.Writer(careful)
+    for item in items:
+        if item.entry.index is None:
+            whole = item.entry.values
+        elif item.entry.strides is None:
+            copy_own(engine, item, writer)
+            continue
+        else:
+            index = item.entry.index
+            whole = shaped(engine.fetch(index) if item.role == "weight" else engine.read(index, item.role), item.entry)
+        if comm.rank == 0:
+            writer.write(item.file, item.offset, numpy.ascontiguousarray(whole).reshape(-1).view(numpy.uint8))
+    table = writer.table()
+    if failed:
+        raise failed[0]
+    return table
+
+
+def copy_own(engine, item, writer):
+    for begin, end in engine.parts(item.entry.index):
+        while begin < end:
+            room = writer.room(item.file, item.offset + begin * item.elem_bytes, (end - begin) * item.elem_bytes)
+            stop = begin + len(room) // item.elem_bytes
+            engine.read_part(item.entry.index, item.role, begin, stop, room)
+            begin = stop
+
+
 class Saving:
     """One save, on one rank. Calls are collective unless they say otherwise, and come in the order in which they stand here."""
 
@@ -51,14 +101,8 @@ class Saving:
         self._items = items_of(entries)
         self._tensors = [describe(entry, engine) for entry in entries]
         self._lock, self._fds = None, []
-        notes = {"format": FORMAT, "version": str(VERSION_OF_FORMAT)}
-        self._headers, self._sizes = [], []
-        for items in self._items:
-            header, starts, size = _blocks.plan_file([(item.name, item.dtype, item.entry.shape) for item in items], notes)
-            self._headers.append(header)
-            self._sizes.append(size)
-            for item, start in zip(items, starts, strict=True):
-                item.offset = start
+        planned = [plan(items) for items in self._items]
+        self._headers, self._sizes = ([part[k] for part in planned] for k in (0, 1))
 
     def begin(self):
         """Files at full size, open on every rank."""
@@ -96,31 +140,7 @@ class Saving:
 
     def copy(self, sink):
         """Local, but for parameters not stored row-major: this rank's parts, in blocks, to sink(file, offset, memory)."""
-        self._writer = _blocks.Writer(sink)
-        for items in self._items:
-            for item in items:
-                self._copy_item(item)
-        self._writer.flush()
-
-    def _copy_item(self, item):
-        entry, writer = item.entry, self._writer
-        if entry.index is None or entry.strides is not None:
-            whole = entry.values if entry.index is None else self._whole(item)
-            if self._comm.rank == 0:
-                writer.write(item.file, item.offset, numpy.ascontiguousarray(whole).reshape(-1).view(numpy.uint8))
-            return
-        for begin, end in self._engine.parts(entry.index):
-            while begin < end:
-                room = writer.room(item.file, item.offset + begin * item.elem_bytes, (end - begin) * item.elem_bytes)
-                stop = begin + len(room) // item.elem_bytes
-                self._engine.read_part(entry.index, item.role, begin, stop, room)
-                begin = stop
-
-    def _whole(self, item):
-        """The value of a parameter that is not stored row-major; collective."""
-        entry = item.entry
-        flat = self._engine.fetch(entry.index) if item.role == "weight" else self._engine.read(entry.index, item.role)
-        return shaped(flat, entry)
+        self._table = copy_parts(self._engine, self._comm, [item for items in self._items for item in items], sink)
 
     def write(self, file, offset, memory):
         """A sink: to the file."""
@@ -128,7 +148,7 @@ class Saving:
 
     def tables(self):
         """Where each rank's lines are, and their checksums; makes the table's file."""
-        table = self._writer.table()
+        table = self._table
         own = numpy.array([len(table), *checksum(table.tobytes())], numpy.uint64).view(numpy.int64)
         self._parts = self._comm.all_gather(own).reshape(-1, 3).view(numpy.uint64)
         lines = int(self._parts[:, 0].sum())

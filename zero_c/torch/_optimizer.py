@@ -9,7 +9,7 @@ import numpy
 import torch
 
 import zero_c
-from zero_c import _core, _gpu, _options, _saving
+from zero_c import _core, _gpu, _options, _saving, _weights_file
 
 from . import _agree, _arguments, _checkpoint, _meta, _place, _stage3, _state, _units
 from ._scale import LossScale, is_positive
@@ -573,10 +573,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state = hook(self, state) or state
         return state
 
-    def full_state_dict(self):
-        """The whole state in torch.optim's form, on every rank. Collective."""
+    def full_state_dict(self, rank=None):
+        """The whole state in torch.optim's form, on every rank, or on one (the others get an empty dict). Collective.
+
+        The masters of 16-bit parameters are in it as "master"; torch.optim ignores them.
+        """
+        self._check_rank(rank)
         self._refresh_written()
-        return _state.full_state(self)
+        return _state.full_state(self, rank)
+
+    def full_model_state_dict(self, rank=None):
+        """The module's state dict with whole parameters at any stage, on the CPU: on every rank, or on one (the others get
+        an empty dict). Collective.
+        """
+        self._check_rank(rank)
+        if self._whole is None:
+            raise ValueError("the optimizer was built from tensors and does not know their module; pass module= to it")
+        self._engine.sync("full_model_state_dict")
+        with torch.no_grad():
+            return _state.full_model_state(self, rank)
+
+    def _check_rank(self, rank):
+        if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self._comm.world_size):
+            raise ValueError(f"rank is {rank!r}; legal are None, for all, and 0 to {self._comm.world_size - 1}")
 
     def load_state_dict(self, state_dict):
         """What state_dict() or full_state_dict() gave, or the state dict of a plain torch optimizer."""
@@ -599,6 +618,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.wait_saved()
         self._refresh_written()
         _saving.save(self._engine, self._comm, path, self._describe_all)
+
+    def save_weights(self, path):
+        """Writes parameters and buffers, whole, to one safetensors file. Collective; ranks must share its folder.
+
+        A file that was there before stays until the new one is complete. Of tied weights it has the first name.
+        """
+        self._refresh_written()
+        _weights_file.save(self._engine, self._comm, path, lambda: _checkpoint.entries(self))
 
     def async_save(self, path):
         """As save(), but returns when every rank has copied its parts (its shards once more, in memory); collective.

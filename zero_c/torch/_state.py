@@ -131,20 +131,41 @@ def load_local(opt, state):
     opt.last_step.steps = header["steps"]
 
 
-def full_state(opt):
-    """torch.optim's form, whole arrays on every rank; collective."""
-    state = {}
+def full_state(opt, rank=None):
+    """torch.optim's form, whole arrays on every rank, or on one; collective.
+
+    Adam's state is there before the first step too, as zeros, which mean the same to torch; a momentum buffer is not.
+    """
+    state, wanted = {}, rank is None or rank == opt._comm.rank
     for number, index, parameter, names in opt._numbered():
+        if opt._optimizer == "sgd" and not opt._engine.has_momentum(index):
+            names = ()
         steps = opt._engine.step_count(index)
-        if not steps:
-            continue  # as in torch: no state before the first step
-        entry = {"step": torch.tensor(float(steps))}
-        for name in names:
-            entry[name] = opt._read(index, parameter, name)
-        if parameter.dtype in (torch.bfloat16, torch.float16):
-            entry["master"] = opt._read(index, parameter, "master")
-        state[number] = entry
-    return {"state": state, "param_groups": pack_groups(opt.param_groups)}
+        entry = {"step": torch.tensor(float(steps))} if steps or names else {}
+        for name in kept(parameter, names) if entry else ():
+            value = opt._read(index, parameter, name)
+            if wanted:
+                entry[name] = value
+        if entry:
+            state[number] = entry
+    return {"state": state, "param_groups": pack_groups(opt.param_groups)} if wanted else {}
+
+
+def full_model_state(opt, rank=None):
+    """The module's state dict on the CPU, whole parameters, on every rank or on one; collective, one parameter at a time."""
+    values, wanted = {}, rank is None or rank == opt._comm.rank
+    state = {}
+    for prefix, part in opt._whole.named_modules(remove_duplicate=False):
+        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is None or (key in part._buffers and key in part._non_persistent_buffers_set):
+                continue
+            if id(tensor) not in values:
+                value = opt._fetch(tensor) if opt._windows is not None and id(tensor) in opt._sharded else tensor
+                # Not the tensor itself: it changes with the next step.
+                values[id(tensor)] = torch.empty_like(value, device="cpu").copy_(value.detach()) if wanted else None
+            if wanted:
+                state[f"{prefix}.{key}" if prefix else key] = values[id(tensor)]
+    return state
 
 
 def load_full(opt, state):

@@ -1,4 +1,5 @@
-"""PyTorch adapter: `ShardedOptimizer` trains a module with the memory of ZeRO, `GradScaler` scales its losses.
+"""PyTorch adapter: `ShardedOptimizer` trains a module with the memory of ZeRO, `GradScaler` scales its losses, `explain`
+tells what an optimizer has planned.
 
     from zero_c.torch import ShardedOptimizer
 
@@ -9,7 +10,8 @@
         opt.zero_grad()
 """
 
+from ._explain import explain
 from ._optimizer import ShardedOptimizer
 from ._scale import GradScaler
 
-__all__ = ["GradScaler", "ShardedOptimizer"]
+__all__ = ["GradScaler", "ShardedOptimizer", "explain"]

@@ -11,7 +11,7 @@ import torch
 import zero_c
 from zero_c import _core, _gpu, _options, _saving, _weights_file
 
-from . import _agree, _arguments, _checkpoint, _meta, _place, _stage3, _state, _units
+from . import _agree, _arguments, _checkpoint, _join, _meta, _place, _stage3, _state, _units
 from ._scale import LossScale, is_positive
 
 
@@ -122,6 +122,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._windows = None        # stage 3: see _stage3.py
         self._whole = whole
         self._saving = None         # a save in the background
+        self._joining = None        # inside join()
         config = {"stage": stage, "shared_params": bool(shared_params), "mean": self._mean}
         if bucket_mb is not None:
             config["bucket_bytes"] = max(1, int(bucket_mb * 2**20))
@@ -299,6 +300,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         finally:
             self._hooks.defer(False)
 
+    @contextlib.contextmanager
+    def join(self):
+        """For ranks with different numbers of batches: a rank that is done early takes part in the others' steps.
+
+            with opt.join():
+                for x, y in batches_of_this_rank:
+                    ...
+
+        Such a rank counts as one without a gradient; the mean is still over all ranks, as in DDP's join. Inside, only
+        step() and clip_grad_norm_() may be collective, and not a collective of yours. A schedule that advances with
+        every batch must be advanced on such a rank too, afterwards.
+        """
+        if self._joining is not None:
+            raise zero_c.Error("join() inside join()")
+        if self._windows is not None and self._comm.gpu >= 0:
+            raise ValueError("join() at stage 3 is for the CPU: on GPUs every rank takes part in gathering each unit, which a "
+                             "rank without a batch does not; use stage 2, or give all ranks as many batches")
+        self._joining = _join.Join(self)
+        try:
+            yield
+            self._joining.follow()
+        finally:
+            self._joining = None
+
     def zero_grad(self, set_to_none=True):
         """Forgets all gradients: sums in the engine, and what is in .grad (which becomes None in either case)."""
         self._hooks.forget()
@@ -318,6 +343,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm, norm_type=2.0, error_if_nonfinite=False):
         """Scales the averaged gradient to a norm of at most max_norm; returns its norm before. Collective."""
         max_norm, norm_type = float(max_norm), float(norm_type)
+        if self._joining is not None:
+            self._joining.announce("clip_grad_norm_", max_norm, norm_type, error_if_nonfinite)
         self._settle()
         scale = self._loss_scale()
         if error_if_nonfinite:
@@ -374,6 +401,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._unscaled_by is not None and self._amp_scale is None:
             raise zero_c.Error("gradients were unscaled by a GradScaler; call scaler.step(opt), not opt.step()")
+        if self._joining is not None:
+            self._joining.announce("step")
         self._settle()
         amp = self._amp_scale is not None
         skip = self._skip_nonfinite
@@ -486,6 +515,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _unscale(self, scale):
         """For GradScaler.unscale_: whether any rank has an infinite or NaN gradient."""
+        if self._joining is not None:
+            self._joining.announce("_unscale", scale)
         with self._scaled_by(scale):
             self._settle()
             norm = self._engine.clip(float("inf"), 2.0, float(scale))

@@ -72,8 +72,8 @@ void hub_call_describe(const hub_header *header, const hub_words *words, char *t
     switch ((hub_operation)header->operation) {
     case HUB_ALL_REDUCE:
     case HUB_REDUCE_SCATTER:
-        snprintf(text, room_bytes, "%s(%llu elements of %s, %s)", words->what, count, zc_dtype_name((zc_dtype)header->dtype),
-                 ops[header->op]);
+        snprintf(text, room_bytes, "%s(%llu elements of %s, %s)", words->what, count,
+                 zc_dtype_name((zc_dtype)header->dtype), ops[header->op]);
         break;
     case HUB_BROADCAST:
         snprintf(text, room_bytes, "%s(%llu bytes from rank %u)", words->what, count, header->root);

@@ -8,7 +8,8 @@
 
 #define SCATTER_ELEMS 64u /* of each slice at least, however many ranks there are */
 
-_Static_assert(SCATTER_ELEMS * sizeof(double) * HUB_RANKS_MAX + sizeof(hub_words) <= HUB_PAYLOAD_BYTES, "fits a message");
+_Static_assert(SCATTER_ELEMS * sizeof(double) * HUB_RANKS_MAX + sizeof(hub_words) <= HUB_PAYLOAD_BYTES,
+               "it fits a message");
 
 static size_t smaller(size_t a, size_t b)
 {

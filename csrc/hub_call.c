@@ -91,8 +91,8 @@ static zc_status wait_for(hub_call *call, uint64_t number)
             (void)hub_say(world, &late, NULL, NULL); /* without memory for it the next wait ends this one */
         }
         if (late_ns && now_ns - late_ns >= LATE_NS)
-            return hub_fail(group, ZC_ETIMEOUT, "rank %zu waited %.1f s in %s (operation %llu), and rank 0, which knows "
-                            "who is missing, does not answer", hub_rank(group), (double)spent_ns * 1e-9,
+            return hub_fail(group, ZC_ETIMEOUT, "rank %zu waited %.1f s in %s (operation %llu), and rank 0, which "
+                            "knows who is missing, does not answer", hub_rank(group), (double)spent_ns * 1e-9,
                             call->request->what, (unsigned long long)number);
         if (interrupted(group, &asked_ns) && !call->done)
             return hub_fail(group, ZC_EINTERRUPT, "rank %zu was interrupted in %s (operation %llu)", hub_rank(group),

@@ -15,8 +15,10 @@
 
 static zc_status channel_open(hub_group *group, const char *name, uint32_t tags, hub_channel *made)
 {
-    zc_status status = made && made->tag ? ZC_OK : zc_fail(ZC_ENOMEM, "rank %zu: out of memory for channel '%s' with %u "
-                                                           "tags", hub_rank(group), name, tags);
+    zc_status status = ZC_OK;
+    if (!made || !made->tag)
+        status = zc_fail(ZC_ENOMEM, "rank %zu: out of memory for channel '%s' with %u tags", hub_rank(group), name,
+                         tags);
     hub_request request = {.operation = HUB_CHANNEL_OPEN, .what = "channel_open", .name = name, .count = tags,
                            .status = status};
     if (!hub_alone(group)) {
@@ -38,8 +40,8 @@ static zc_status hub_channel_open(zc_comm *comm, const char *name, uint32_t tags
 {
     hub_group *group = (hub_group *)comm;
     if (tags > TAGS_MAX || strlen(name) > NAME_MAX_BYTES)
-        return zc_fail(ZC_EINVAL, "rank %zu: channel '%s' with %u tags; a name has at most %u bytes, a channel at most %u "
-                       "tags", comm->rank, name, tags, NAME_MAX_BYTES, TAGS_MAX);
+        return zc_fail(ZC_EINVAL, "rank %zu: channel '%s' with %u tags; a name has at most %u bytes, a channel at most "
+                       "%u tags", comm->rank, name, tags, NAME_MAX_BYTES, TAGS_MAX);
     ZC_TRY(hub_enter(group));
     zc_status status = hub_busy_begin(&group->base, 0);
     if (status == ZC_OK) {
@@ -76,8 +78,9 @@ static void hub_channel_close(comm_channel *public)
 static zc_status hub_region_alloc(comm_channel *public, size_t bytes, unsigned flags, comm_region **out)
 {
     (void)bytes, (void)flags, (void)out;
-    return zc_fail(ZC_EINVAL, "rank %zu: ranks on several hosts share what lies on GPUs only, and this memory is a CPU's; "
-                   "move the model to GPUs, or keep all ranks on one host", hub_rank(((hub_channel *)public)->group));
+    return zc_fail(ZC_EINVAL, "rank %zu: ranks on several hosts share what lies on GPUs only, and this memory is a "
+                   "CPU's; move the model to GPUs, or keep all ranks on one host",
+                   hub_rank(((hub_channel *)public)->group));
 }
 
 static zc_status no_ticket(const comm_channel *public, comm_ticket ticket)
@@ -129,8 +132,8 @@ static zc_status hub_exchange(comm_channel *public, uint32_t tag, const char *wh
     hub_channel *channel = (hub_channel *)public;
     hub_group *group = channel->group;
     if (tag >= channel->tags)
-        return zc_fail(ZC_EINVAL, "rank %zu: %s on tag %u of channel '%s', which has tags 0 to %u", hub_rank(group), what,
-                       tag, channel->name, channel->tags - 1);
+        return zc_fail(ZC_EINVAL, "rank %zu: %s on tag %u of channel '%s', which has tags 0 to %u", hub_rank(group),
+                       what, tag, channel->name, channel->tags - 1);
     ZC_TRY(hub_enter(group));
     zc_status status = hub_busy_begin(channel, tag);
     if (status == ZC_OK) {

@@ -313,8 +313,8 @@ static void call(hub_server *server, hub_circle *circle, size_t index, hub_input
     if (!meeting)
         meeting = new_meeting(circle, index, header, &words);
     if (!meeting)
-        hub_circle_fail(server, circle, server->ranks, ZC_ENOMEM, "rank 0 has no memory for '%s' of rank %zu", words.what,
-                        rank);
+        hub_circle_fail(server, circle, server->ranks, ZC_ENOMEM, "rank 0 has no memory for '%s' of rank %zu",
+                        words.what, rank);
     else
         arrive(server, circle, index, meeting, &words, input);
 }

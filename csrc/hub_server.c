@@ -76,8 +76,8 @@ static void keep(hub_server *server, size_t rank, const hub_header *header, cons
         hub_end(server, rank, "rank 0 has no memory for what it does not take");
         return;
     }
-    *item = (hub_item){.sent = sent, .head_bytes = head_bytes, .blob_bytes = blob ? header->bytes : 0, .offset = offset};
-    item->blob = blob ? hub_blob_keep(blob) : NULL;
+    *item = (hub_item){.sent = sent, .head_bytes = head_bytes, .blob_bytes = blob ? header->bytes : 0,
+                       .blob = blob ? hub_blob_keep(blob) : NULL, .offset = offset};
     memcpy(item->head, header, sizeof *header);
     if (!blob && header->bytes)
         memcpy(item->head + sizeof *header, text, header->bytes);
@@ -250,7 +250,8 @@ static void *serve(void *context)
     while (!over(server)) {
         for (size_t r = 0; r < server->ranks; r++) {
             const hub_conn *conn = &server->conn[r];
-            server->polled[r] = (struct pollfd){.fd = conn->fd, .events = (short)(POLLIN | (conn->first ? POLLOUT : 0))};
+            server->polled[r] = (struct pollfd){.fd = conn->fd,
+                                                .events = (short)(POLLIN | (conn->first ? POLLOUT : 0))};
         }
         uint64_t now_ns = hub_now_ns();
         int left_ms = now_ns < server->tick_ns ? (int)((server->tick_ns - now_ns) / 1000000u) + 1 : 0;

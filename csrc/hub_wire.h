@@ -107,7 +107,7 @@ const char *hub_header_check(const hub_header *header, int from_hub);
 /* Memory that several queues may be sending from; freed with its last user. Only one thread has it. */
 typedef struct hub_blob {
     size_t users, bytes;
-    _Alignas(64) char data[];
+    _Alignas(16) char data[];
 } hub_blob;
 
 hub_blob *hub_blob_new(size_t bytes);

@@ -225,11 +225,13 @@ zc_status hub_fail(hub_group *group, zc_status status, const char *format, ...)
     va_start(arguments, format);
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
+    if (!text[0])
+        snprintf(text, sizeof text, "%s", zc_status_text(status));
     if (group->failed == ZC_OK) {
         hub_set_failed(group, status, text);
         hub_span data = {text, strlen(text), 0, 0};
         hub_header header = {.kind = HUB_POISON, .group = group->id, .status = group->failed};
-        if (!hub_alone(group) && data.bytes)
+        if (!hub_alone(group))
             must_say(group->world, &header, &data);
     }
     return zc_fail(status, "%s", text);

@@ -12,11 +12,12 @@
 #define LOOK_NS 40000000ull       /* between two questions to the interrupt callback */
 #define LATE_NS 2000000000ull     /* for the hub to say who is missing */
 #define BEHIND_NS 1000000000ull
+#define SLEEP_MOST_NS 1000000000ull
 
-/* At most so long; less if anything has changed. */
+/* At most so long; less if anything has changed, and where a timeout is so large that times would wrap. */
 static void sleep_a_while(hub_world *world, uint64_t limit_ns)
 {
-    uint64_t until_ns = hub_now_ns() + limit_ns;
+    uint64_t until_ns = hub_now_ns() + (limit_ns < SLEEP_MOST_NS ? limit_ns : SLEEP_MOST_NS);
     struct timespec until = {(time_t)(until_ns / 1000000000u), (long)(until_ns % 1000000000u)};
     pthread_cond_timedwait(&world->changed, &world->mutex, &until);
 }

@@ -37,8 +37,9 @@
  * Declarations are kept at the hub as long as some rank is still to pass them:
  * hub_lines.c.
  *
- * Closing rank 0's communicator waits with the hub until all ranks have closed
- * theirs or have no group left that can go on, at most HUB_LINGER_BEATS.
+ * Closing the last group waits for the hub to take the farewell, a second at the
+ * most.  Rank 0's keeps the hub until all ranks have closed theirs or have no group
+ * left that can go on, and waits for that, at most HUB_LINGER_BEATS.
  *
  * Cost: one round trip, and for N ranks N messages through one process; records of
  * all ranks to all ranks are N * N * bytes through its network card.  There are

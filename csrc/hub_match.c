@@ -359,7 +359,7 @@ static void fail_cycle(hub_server *server, const uint32_t *path, size_t length)
  * A walk along who waits for whom, from each rank that was not seen before: coming
  * back to a rank of the way means that nobody on it can ever go on.
  */
-static void look_for_cycles(hub_server *server, uint64_t now_ns)
+void hub_match_cycles(hub_server *server, uint64_t now_ns)
 {
     uint32_t *path = server->path, *turn = path + server->ranks; /* turn: 0 not seen; else 1 + where to look next */
     memset(turn, 0, server->ranks * sizeof *turn);
@@ -400,11 +400,6 @@ int hub_match_hopes(const hub_server *server, size_t rank)
             return 1;
     }
     return 0;
-}
-
-void hub_match_tick(hub_server *server, uint64_t now_ns)
-{
-    look_for_cycles(server, now_ns);
 }
 
 /* ---- the rest ------------------------------------------------------------------------ */

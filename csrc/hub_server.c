@@ -229,7 +229,7 @@ static void tick(hub_server *server)
             hub_end(server, r, "nothing came from it for %.1f s", (double)(now_ns - conn->heard_ns) * 1e-9);
         hub_tell(server, r, &(hub_header){.kind = HUB_BEAT}, NULL, NULL, 0);
     }
-    hub_match_tick(server, now_ns);
+    hub_match_cycles(server, now_ns);
 }
 
 /* Rank 0 has parted: the others are waited for, but not when all they can do is close. */

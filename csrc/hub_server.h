@@ -125,7 +125,8 @@ void hub_match(hub_server *server, size_t rank, hub_input *input);
 void hub_match_lost(hub_server *server, size_t rank);
 /* Whether the rank is in a group that can still go on. */
 int hub_match_hopes(const hub_server *server, size_t rank);
-void hub_match_tick(hub_server *server, uint64_t now_ns);
+/* Looks for ranks that wait for one another, which fails their groups. */
+void hub_match_cycles(hub_server *server, uint64_t now_ns);
 /* Tells all members but `except` (a rank; server->ranks: none). The first failure stays. */
 void hub_circle_fail(hub_server *server, hub_circle *circle, size_t except, zc_status status, const char *format, ...)
     __attribute__((format(printf, 5, 6)));

@@ -19,6 +19,7 @@ import zero_c
 from zero_c import _core, _options
 from zero_c._plan_layout import lay_out
 from zero_c._plan_memory import paper_bytes
+from zero_c._plan_model import PARAM_BYTES
 from zero_c._plan_time import chain
 from zero_c.plan import Listed, Machine, Param, Unit, counted, largest_model, main, plan
 from zero_c.torch import _plan as torch_plan
@@ -240,7 +241,7 @@ def groups():
 def test_torch_modules_hold_and_send_what_is_planned(groups):
     model = torch_plan.listed(torch_plan.load("rank_plan:build"))
     assert model.elements == sum(p.numel() for p in rank_plan.build().parameters())
-    for options in ({}, {"bucket_mb": 0.01}, {"optimizer": "sgd"}, {"optimizer": "adam"}):
+    for options in ({}, {"bucket_mb": 0.01, "optimizer": "sgd"}):
         for stage in (0, 1, 2, 3):
             how = [options | {"prefetch": prefetch} for prefetch in ((0, 1, 2) if stage == 3 else (1,))]
             for each in how:
@@ -252,7 +253,7 @@ def test_torch_modules_hold_and_send_what_is_planned(groups):
 
 
 def test_modules_of_every_kind_with_default_units(groups):
-    names = ["GPT", "GPT, tied", "GPT, mostly frozen", "GPT, two dtypes", "nested", "odd parameters", "experts", "ResNet"]
+    names = ["GPT, tied", "GPT, mostly frozen", "GPT, two dtypes", "nested", "odd parameters"]
     for rank, row in enumerate(groups(2).run(rank_plan.hold, names, [0, 1, 2, 3], {}, deadline=120)):
         for name in names:
             planned = plan(torch_plan.listed(CASES[name].build()), 2, rank=rank).stages
@@ -301,13 +302,21 @@ def test_counted_is_a_model_of_one_parameter_for_each_unit():
             assert closed[3].memory[kind] == exact[3].memory[kind]
         assert closed[3].traffic["all_gather"] == exact[3].traffic["all_gather"]
         assert closed[3].traffic["reduce_scatter"] == exact[3].traffic["reduce_scatter"]
-        # Padding: 64 elements a parameter, 64 N a space (stage 3: a unit), of at most 8 bytes in each of 7 arrays; a window
-        # may be larger by the same; 164 bytes of control data a parameter, 24 for each piece.
         for stage in range(4):
-            count = len(pieces.params)
-            spans = lay_out(pieces, stage, ranks, int((settings["bucket_mb"] or 0) * 2**20)).spaces[0].spans
-            bound = 7 * 8 * (64 * count + 64 * ranks * (len(sizes) + 2)) + (164 + 16 * 8 * 64 * ranks) * count + 24 * spans
-            assert abs(closed[stage].memory["total"] - parted[stage].memory["total"]) <= bound, (stage, model, ranks)
+            check_within_padding(closed[stage].memory, parted[stage].memory, pieces, stage, ranks, dtype)
+
+
+def check_within_padding(closed, exact, model, stage, ranks, dtype):
+    """Padding: 64 elements for each parameter, 64 N for the space, at stage 3 for each unit. Beside that buffers differ by
+    words for each parameter and span, and at stage 3 by half a window, as units are cut into equal pieces."""
+    layout = lay_out(model, stage, ranks)
+    padding = 64 * len(model.params) + 64 * ranks * (len(model.units) if stage == 3 else 1)
+    for kind in KINDS[:4]:
+        assert 0 <= exact[kind] - closed[kind] <= padding * 16, (kind, stage, model)
+    words = (136 + 16 + 24 * ranks) * len(model.params)
+    windows = 16 * (2**20 if stage == 3 else padding * PARAM_BYTES[dtype]) + 4 * padding * 8
+    slots = 4 * (padding * PARAM_BYTES[dtype] + 4096)
+    assert abs(exact["buffers"] - closed["buffers"]) <= words + windows + slots + 24 * layout.spaces[0].spans, (stage, model)
 
 
 def test_default_units_are_layers_of_a_transformer():

@@ -334,7 +334,7 @@ def table(found):
                      f"{(reduced['payload'] + gathered['payload']) / model.elements:.2f} per parameter"])
     lines += columns(rows)
     if found.stages[0].time is not None:
-        rows = [["ms of a step, a model", "forward", "backward", "step", "total", "of it waiting", "compute", "reduce", "gather",
+        rows = [["ms of a step, estimated", "forward", "backward", "step", "total", "of it waiting", "compute", "reduce", "gather",
                  "update"]]
         for stage, row in found.stages.items():
             time = row.time

@@ -68,21 +68,24 @@ def fit(found):
         "traffic": rows[0]["traffic"], "elements": rows[0]["elements"]} for rows in zip(*found)]
     ranks, equations, seconds = len(found), [], []
     for row in slowest:
-        for kind, column, took in (("reduce_scatter", 1, row["reduce"]), ("all_gather", 2, row["step"] - row["update"])):
-            if took > 0:
-                equation = [row["traffic"][kind]["calls"], 0.0, 0.0, 0.0]
-                equation[column] = row["traffic"][kind]["bytes"]
-                equations.append(equation)
-                seconds.append(took)
-        equations.append([0.0, 0.0, 0.0, row["elements"] / ranks * UPDATE_BYTES])
-        seconds.append(row["update"])
+        reduced, gathered = row["traffic"]["reduce_scatter"], row["traffic"]["all_gather"]
+        updated = row["elements"] / ranks * UPDATE_BYTES
+        for took, equation in ((row["reduce"], [reduced["calls"], reduced["bytes"], 0.0, 0.0]),
+                               (row["step"], [gathered["calls"], 0.0, gathered["bytes"], updated]),
+                               (row["update"], [0.0, 0.0, 0.0, updated])):
+            equations.append(equation)
+            seconds.append(took)
     weighted = numpy.array(equations) / numpy.array(seconds)[:, None]   # relative errors count alike
-    found, *_ = numpy.linalg.lstsq(weighted, numpy.ones(len(seconds)), rcond=None)
-    if found[0] < 0:
-        found, *_ = numpy.linalg.lstsq(weighted[:, 1:], numpy.ones(len(seconds)), rcond=None)
-        found = [0.0, *found]
-    off = weighted @ numpy.array(found)
-    return Machine(found[0], 1 / found[1], 1 / found[2], 1 / found[3], hops="one", overlap=False), off
+    columns = [0, 1, 2, 3]
+    solved, *_ = numpy.linalg.lstsq(weighted, numpy.ones(len(seconds)), rcond=None)
+    if solved[0] < 0:       # a latency too small to be seen
+        columns = columns[1:]
+        solved, *_ = numpy.linalg.lstsq(weighted[:, 1:], numpy.ones(len(seconds)), rcond=None)
+    latency, *inverse = [0.0] * (4 - len(columns)) + [float(each) for each in solved]
+    if min(inverse) <= 0:
+        raise SystemExit(f"calibration at {ranks} ranks makes no sense (seconds per byte {inverse}): the machine is too busy")
+    return (Machine(latency, *(1 / each for each in inverse), hops="one", overlap=False),
+            weighted[:, columns] @ numpy.array(solved))
 
 
 def others_busy(before, after, own_seconds):
@@ -104,7 +107,8 @@ def children_seconds():
 
 def report(rows, machines, busy, steps):
     lines = ["# A step's time: foretold and measured", "",
-             f"`python benchmarks/plan_time.py`, {steps} steps each; milliseconds of the slowest rank. Other processes used "
+             f"`python benchmarks/plan_time.py`, {steps} steps each; milliseconds of the slowest rank, of each part its fastest "
+             f"time. Other processes used "
              f"{busy:.2f} cores of {len(os.sched_getaffinity(0))} on average"
              + (": **the machine was busy**, so these figures show that the comparison works, not how good the model is."
                 if busy > 0.05 else "."), "",
@@ -127,15 +131,26 @@ def report(rows, machines, busy, steps):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS), help=",".join(MODELS))
     parser.add_argument("--quick", action="store_true", help="two ranks, one model: shows that it works; prints only")
     options = parser.parse_args()
+    if unknown := [name for name in options.models if name not in MODELS]:
+        parser.error(f"{', '.join(unknown)}: known are {', '.join(MODELS)}")
     cores = sorted(os.sched_getaffinity(0))[:2]
     before, used = machine_seconds(), children_seconds()
     machines, rows = {}, []
+
+    def save():
+        """The report so far, which --quick does not keep."""
+        text = report(rows, machines, others_busy(before, machine_seconds(), children_seconds() - used), options.steps)
+        if not options.quick:
+            (HERE / "results" / "plan_time.md").write_text(text)
+        return text
+
     for ranks in (2,) if options.quick else (2, 4):
         machines[ranks] = fit(run(ranks, cores, kind="calibrate", steps=options.steps))
         print(ranks, "ranks:", machines[ranks][0], flush=True)
-        for name in ("mlp",) if options.quick else MODELS:
+        for name in ("mlp",) if options.quick else options.models:
             with torch.device("meta"):
                 model = torch_plan.listed(MODELS[name][0]())
             apart = run(ranks, cores, kind="train", model=name, stage=None, steps=options.steps)
@@ -148,10 +163,8 @@ def main():
                 rows.append((name, ranks, stage, foretold[stage].time, measured))
                 print(f"{name} {ranks} ranks stage {stage}: foretold {1e3 * rows[-1][3].total:.0f} ms, measured "
                       f"{1e3 * sum(measured):.0f}", flush=True)
-    text = report(rows, machines, others_busy(before, machine_seconds(), children_seconds() - used), options.steps)
-    print("\n" + text)
-    if not options.quick:
-        (HERE / "results" / "plan_time.md").write_text(text)
+                save()
+    print("\n" + save())
 
 
 if __name__ == "__main__":

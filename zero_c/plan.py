@@ -184,7 +184,8 @@ def parser():
     model = made.add_argument_group("the model")
     model.add_argument("--params", type=_number, metavar="N", help="its parameters (elements), as in 7.5e9")
     model.add_argument("--model", metavar="MODULE:CALLABLE", help="what returns it, a torch.nn.Module, called on the meta device")
-    model.add_argument("--memory", type=_number, metavar="BYTES", help="the largest one that fits into so much memory on each rank")
+    model.add_argument("--memory", type=_number, metavar="BYTES",
+                       help="the largest one that fits into so much memory on each rank")
     model.add_argument("--dtype", help=f"of its parameters: {', '.join(DTYPES)} (default float32; with --model its own)")
     model.add_argument("--largest-unit", type=_number, metavar="N",
                        help="with --params or --memory: elements of the largest unit (default a transformer's layer)")
@@ -232,7 +233,8 @@ def _model(options):
     try:
         from zero_c.torch import _plan
     except ImportError as error:
-        raise ValueError(f"--model needs torch, which cannot be imported ({error}); pip install torch, or give --params") from None
+        raise ValueError(f"--model needs torch, which cannot be imported ({error}); pip install torch, or give "
+                         f"--params") from None
     model = _plan.load(options.model, DTYPES.get(options.dtype))
     return _plan.listed(model, options.units.split(",") if options.units is not None else None)
 
@@ -334,8 +336,8 @@ def table(found):
                      f"{(reduced['payload'] + gathered['payload']) / model.elements:.2f} per parameter"])
     lines += columns(rows)
     if found.stages[0].time is not None:
-        rows = [["ms of a step, estimated", "forward", "backward", "step", "total", "of it waiting", "compute", "reduce", "gather",
-                 "update"]]
+        rows = [["ms of a step, estimated", "forward", "backward", "step", "total", "of it waiting", "compute", "reduce",
+                 "gather", "update"]]
         for stage, row in found.stages.items():
             time = row.time
             rows.append([f"stage {stage}", *(f"{1e3 * part:,.1f}" for part in (

@@ -89,7 +89,8 @@ typedef struct device_update_args {
     const device_span *spans; /* ascending, within one shard */
     size_t span_count;
     size_t extent;            /* elements of the shard; no span ends after it */
-    const optim_segment_scalars *scalars;
+    const optim_segment_scalars *scalars; /* [segments] */
+    size_t segments;
     /* first element of the shard in each array; NULL where there is none */
     void *param, *master, *m, *v, *vmax;
     const void *grad; /* zc_dtype_sum(param_dtype) */

@@ -1,5 +1,6 @@
 """The CUDA backend on the emulated CUDA and NCCL of tests/cuda_emulation: every program of tests/cuda, the engine's
-programs on emulated GPUs, plain and under sanitizers, and the proof that each wait of the backend is needed.
+programs on emulated GPUs, plain and under sanitizers, and the proofs that kernels touch what they declare, no more and
+no less, and that each wait of the backend is needed.
 """
 
 import gc
@@ -23,18 +24,25 @@ PROGRAMS = sorted(path for path in (ROOT / "tests" / "cuda").glob("test_*.c*") i
 NAMED = {program.stem: program for program in PROGRAMS}
 # The thread sanitizer sees C only, and has something to see in what runs threads of its own.
 THREADED = {"test_device", "test_nccl", "test_engine", "test_stage3"}
-SHORT = {("address", "test_kernels"), ("address", "test_device")}
+# Kernels are compared with what they declare; of no interest in any other way is the program that tests this.
+WATCHED = {"test_declared", "test_kernels", "test_device"}
+SHORT = {("address", "test_kernels"), ("address", "test_device"), *(("watched", name) for name in WATCHED)}
 
 pytestmark = cuda_build.needs_headers
 
 
+def flavours_of(name):
+    if name == "test_declared":
+        return ["watched"]
+    return ["plain", "address", *["thread"] * (name in THREADED), *["watched"] * (name in WATCHED)]
+
+
 def cases():
     for program in PROGRAMS:
-        for flavour in ("plain", "address", "thread"):
-            if flavour != "thread" or program.stem in THREADED:
-                short = flavour == "plain" or (flavour, program.stem) in SHORT
-                yield pytest.param(program, flavour, id=f"{program.stem}-{flavour}",
-                                   marks=[] if short else [pytest.mark.long])
+        for flavour in flavours_of(program.stem):
+            short = flavour == "plain" or (flavour, program.stem) in SHORT
+            yield pytest.param(program, flavour, id=f"{program.stem}-{flavour}",
+                               marks=[] if short else [pytest.mark.long])
 
 
 @pytest.mark.parametrize(("program", "flavour"), list(cases()))

@@ -20,6 +20,8 @@ static_assert(sizeof(word) == sizeof(uint64_t), "atomicAdd takes this type of 64
  */
 #define SQUARES_BLOCK 64u
 #define SQUARES_LANES 8u
+#define SQUARES_WORDS 66u /* what finite sums have digits for (optim_sum_split); at most OPTIM_SUM_WORDS */
+static_assert(SQUARES_WORDS <= OPTIM_SUM_WORDS, "the words of a sum");
 
 /*
  * A sum's digits wait in registers while blocks keep adding to the same words,
@@ -114,8 +116,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS, 4)
 squares_kernel(word *to, uint32_t *flags, const T *from, size_t count, int aligned)
 {
     constexpr unsigned N = VECTOR_BYTES / sizeof(T), THREADS = SQUARES_LANES / N;
-    __shared__ word words[OPTIM_SUM_WORDS];
-    for (unsigned i = threadIdx.x; i < OPTIM_SUM_WORDS; i += BLOCK_THREADS)
+    __shared__ word words[SQUARES_WORDS];
+    for (unsigned i = threadIdx.x; i < SQUARES_WORDS; i += BLOCK_THREADS)
         words[i] = 0;
     __syncthreads();
 
@@ -141,7 +143,7 @@ squares_kernel(word *to, uint32_t *flags, const T *from, size_t count, int align
         atomicOr(flags, found);
 
     __syncthreads();
-    for (unsigned i = threadIdx.x; i < OPTIM_SUM_WORDS; i += BLOCK_THREADS)
+    for (unsigned i = threadIdx.x; i < SQUARES_WORDS; i += BLOCK_THREADS)
         if (words[i])
             atomicAdd(&to[i], words[i]);
 }
@@ -156,8 +158,9 @@ static cudaError_t sum_squares(cudaStream_t stream, device_stats *stats, uint32_
     if (error != cudaSuccess)
         return error;
     return CU_LAUNCH(squares_kernel<T>, blocks, BLOCK_THREADS, stream,
-                     CU_READS(grad, count * sizeof(T)) CU_WRITES(stats->sum_squares, sizeof stats->sum_squares)
-                     CU_WRITES(flags, sizeof *flags),
+                     CU_READS(grad, count * sizeof(T))
+                     CU_MAY_WRITE(stats->sum_squares, SQUARES_WORDS * sizeof(word))
+                     CU_MAY_WRITE(flags, sizeof *flags),
                      reinterpret_cast<word *>(stats->sum_squares), flags, static_cast<const T *>(grad), count,
                      is_aligned(grad));
 }
@@ -213,8 +216,8 @@ cudaError_t cuda_step_scalars(cudaStream_t stream, const device_step_args *args,
     on_device.options = options;
     [[maybe_unused]] size_t stats_bytes = sizeof *args->stats + (args->segments + 3) / 4 * sizeof *args->stats->used;
     return CU_LAUNCH(step_scalars_kernel, 1, BLOCK_THREADS, stream,
-                     CU_READS(args->stats, stats_bytes) CU_READS(options, args->groups * sizeof *options)
-                     CU_WRITES(args->segment, args->segments * sizeof *args->segment)
+                     CU_MAY_READ(args->stats, stats_bytes) CU_MAY_READ(options, args->groups * sizeof *options)
+                     CU_MAY_WRITE(args->segment, args->segments * sizeof *args->segment)
                      CU_WRITES(args->scalars, args->segments * sizeof *args->scalars)
                      CU_WRITES(args->result, sizeof *args->result),
                      on_device);

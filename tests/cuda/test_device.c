@@ -317,7 +317,7 @@ static zc_status step(const shard *s, zc_stream *stream, double lr, size_t group
     ZC_TRY(step_scalars(s, stream, lr, groups));
     device_update_args update = {
         .rule = OPTIM_ADAMW, .param_dtype = ZC_FLOAT32, .spans = s->spans, .span_count = SEGMENTS, .extent = ELEMS,
-        .scalars = s->scalars, .param = s->param, .m = s->m, .v = s->v, .grad = s->sum,
+        .scalars = s->scalars, .segments = SEGMENTS, .param = s->param, .m = s->m, .v = s->v, .grad = s->sum,
     };
     return ops->update(device, stream, &update);
 }

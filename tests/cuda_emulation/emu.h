@@ -56,6 +56,12 @@ int emu_wait_sites(char *text, size_t bytes);
  */
 void emu_drop_wait(const char *site);
 
+/*
+ * In a build that watches kernels (emu_watch.cc): ranges declared with CU_MAY_READ or CU_MAY_WRITE of which no launch
+ * of this process has touched the first or the last byte.  Ranges that a kernel does not keep to are findings.
+ */
+int emu_unreached(char *text, size_t bytes);
+
 uint64_t emu_operations(void); /* run since the reset */
 uint64_t emu_trace_hash(void); /* of their order */
 

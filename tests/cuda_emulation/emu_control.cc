@@ -172,6 +172,17 @@ void emu_drop_wait(const char *site)
     configured.dropped = text.substr(0, text.find(' '));
 }
 
+int emu_unreached(char *text, size_t bytes)
+{
+    std::unique_lock<std::mutex> lock = locked();
+    std::vector<std::string> lines;
+    for (const auto &range : configured.reached)
+        if (!range.second.first || !range.second.last)
+            lines.push_back(range.first + ": its " + (range.second.first ? "last" : "first") +
+                            " byte is never touched");
+    return write_lines(lines, text, bytes);
+}
+
 uint64_t emu_operations(void)
 {
     std::unique_lock<std::mutex> lock = locked();

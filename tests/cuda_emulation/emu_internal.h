@@ -165,12 +165,18 @@ struct world {
     std::vector<std::pair<int, std::pair<int, int>>> nccl_faults;   /* rank, operations to go, result */
 };
 
+/* Whether any launch has touched the first and the last byte. */
+struct reach {
+    bool first = false, last = false;
+};
+
 /* What stays over resets. */
 struct settings {
     bool protect = false, no_driver = false, processes = false;
     int devices = 8, driver_version = 13000, nccl_version = 22809;
     std::map<int, int> attributes;
     std::set<std::string> wait_sites;
+    std::map<std::string, reach> reached; /* ranges that kernels may touch, by where they are declared */
     std::string dropped;
     settings();  /* from the environment: EMU_DROP_WAIT, EMU_NCCL_PROCESSES */
     ~settings(); /* appends the wait sites to the file EMU_WAIT_SITES */
@@ -215,6 +221,11 @@ bool ready(const operation &head);
 /* Declares an access on a device (-1: any) by an operation or the host; false, with a finding: not accessible. */
 bool declare(const vclock &clock, int component, int device, const void *memory, size_t bytes, bool write, int site);
 void check_range(const vclock &clock, int component, const range &bytes, bool write, int site);
+
+/* ---- kernels: emu_watch.cc --------------------------------------------------- */
+
+/* Runs a kernel; in a build that watches, what it touches is compared with what it declares. */
+void run_watched(int site, const std::vector<access> &declared, const std::function<void()> &kernel);
 
 /* ---- NCCL: emu_nccl.cc, emu_nccl_match.cc --------------------------------- */
 

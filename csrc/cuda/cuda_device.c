@@ -62,24 +62,24 @@ static void use_stream(cuda_device *cuda, cudaStream_t stream)
 }
 
 /* Every operation on a stream lies between these two. */
-static zc_status begin(zc_device *device, zc_stream *stream, int *previous)
+static zc_status begin(zc_device *device, zc_stream *stream, CUcontext *previous)
 {
     ZC_TRY(cuda_enter(of(device)->ordinal, previous));
     use_stream(of(device), cuda_stream(stream));
     return ZC_OK;
 }
 
-static zc_status end(zc_device *device, int previous, cudaError_t error, const char *function)
+static zc_status end(zc_device *device, CUcontext previous, cudaError_t error, const char *function)
 {
     zc_status status = error == cudaSuccess ? ZC_OK : cuda_fail(error, of(device)->ordinal, function);
-    cuda_leave(of(device)->ordinal, previous);
+    cuda_leave(previous);
     return status;
 }
 
 /* The rest of an operation that is one call. */
 #define ENQUEUE(device, stream, function, ...)                                   \
     do {                                                                         \
-        int previous;                                                            \
+        CUcontext previous;                                                      \
         ZC_TRY(begin((device), (stream), &previous));                            \
         return end((device), previous, function(__VA_ARGS__), #function);        \
     } while (0)
@@ -89,7 +89,7 @@ static zc_status end(zc_device *device, int previous, cudaError_t error, const c
 static zc_status device_alloc(zc_device *device, size_t bytes, void **out)
 {
     cuda_device *cuda = of(device);
-    int previous;
+    CUcontext previous;
     *out = NULL;
     if (bytes == 0)
         return ZC_OK;
@@ -97,27 +97,27 @@ static zc_status device_alloc(zc_device *device, size_t bytes, void **out)
     pthread_mutex_lock(&cuda->lock);
     zc_status status = cuda_memory_alloc(&cuda->memory, bytes, out);
     pthread_mutex_unlock(&cuda->lock);
-    cuda_leave(cuda->ordinal, previous);
+    cuda_leave(previous);
     return status;
 }
 
 static void device_free(zc_device *device, void *memory, size_t bytes)
 {
     cuda_device *cuda = of(device);
-    int previous;
+    CUcontext previous;
     (void)bytes;
     zc_status status = cuda_enter(cuda->ordinal, &previous);
     pthread_mutex_lock(&cuda->lock);
     cuda_memory_free(&cuda->memory, memory);
     pthread_mutex_unlock(&cuda->lock);
     if (status == ZC_OK)
-        cuda_leave(cuda->ordinal, previous);
+        cuda_leave(previous);
 }
 
 static zc_status device_slot_alloc(zc_device *device, size_t bytes, device_slot *out)
 {
     cuda_device *cuda = of(device);
-    int previous;
+    CUcontext previous;
     memset(out, 0, sizeof *out);
     ZC_TRY(cuda_enter(cuda->ordinal, &previous));
     pthread_mutex_lock(&cuda->lock);
@@ -127,17 +127,17 @@ static zc_status device_slot_alloc(zc_device *device, size_t bytes, device_slot 
     if (status != ZC_OK)
         cuda_slots_free(&cuda->slots, out);
     pthread_mutex_unlock(&cuda->lock);
-    cuda_leave(cuda->ordinal, previous);
+    cuda_leave(previous);
     return status;
 }
 
 static zc_status device_slot_map(zc_device *device, const device_slot *slot, size_t bytes, void **out)
 {
-    int previous;
+    CUcontext previous;
     *out = NULL;
     ZC_TRY(cuda_enter(of(device)->ordinal, &previous));
     zc_status status = cuda_slots_map(&of(device)->slots, slot, bytes, out);
-    cuda_leave(of(device)->ordinal, previous);
+    cuda_leave(previous);
     return status;
 }
 
@@ -186,24 +186,24 @@ static zc_status device_pack(zc_device *device, zc_stream *stream, void *to, con
 static zc_status device_upload(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes)
 {
     cuda_device *cuda = of(device);
-    int previous;
+    CUcontext previous;
     ZC_TRY(begin(device, stream, &previous));
     pthread_mutex_lock(&cuda->lock);
     zc_status status = cuda_staging_upload(&cuda->upload, cuda_stream(stream), to, from, bytes);
     pthread_mutex_unlock(&cuda->lock);
-    cuda_leave(cuda->ordinal, previous);
+    cuda_leave(previous);
     return status;
 }
 
 static zc_status device_download(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes)
 {
     cuda_device *cuda = of(device);
-    int previous;
+    CUcontext previous;
     ZC_TRY(begin(device, stream, &previous));
     pthread_mutex_lock(&cuda->download_lock);
     zc_status status = cuda_staging_download(&cuda->download, cuda_stream(stream), to, from, bytes);
     pthread_mutex_unlock(&cuda->download_lock);
-    cuda_leave(cuda->ordinal, previous);
+    cuda_leave(previous);
     return status;
 }
 
@@ -301,12 +301,12 @@ static zc_status step_locked(cuda_device *cuda, cudaStream_t stream, const devic
 static zc_status device_step_scalars(zc_device *device, zc_stream *stream, const device_step_args *args)
 {
     cuda_device *cuda = of(device);
-    int previous;
+    CUcontext previous;
     ZC_TRY(begin(device, stream, &previous));
     pthread_mutex_lock(&cuda->lock);
     zc_status status = step_locked(cuda, cuda_stream(stream), args);
     pthread_mutex_unlock(&cuda->lock);
-    cuda_leave(cuda->ordinal, previous);
+    cuda_leave(previous);
     return status;
 }
 
@@ -315,7 +315,7 @@ static zc_status device_step_scalars(zc_device *device, zc_stream *stream, const
 static zc_status device_synchronize(zc_device *device, zc_stream *stream)
 {
     cuda_device *cuda = of(device);
-    int previous;
+    CUcontext previous;
     ZC_TRY(begin(device, stream, &previous));
     cudaError_t error = cudaStreamSynchronize(cuda_stream(stream));
     if (error == cudaSuccess) {
@@ -336,13 +336,13 @@ static zc_status order_streams(cuda_device *cuda, cudaStream_t before, cudaStrea
 static zc_status device_order(zc_device *device, zc_stream *before, zc_stream *after)
 {
     cuda_device *cuda = of(device);
-    int previous;
+    CUcontext previous;
     ZC_TRY(begin(device, before, &previous));
     use_stream(cuda, cuda_stream(after));
     pthread_mutex_lock(&cuda->lock);
     zc_status status = order_streams(cuda, cuda_stream(before), cuda_stream(after));
     pthread_mutex_unlock(&cuda->lock);
-    cuda_leave(cuda->ordinal, previous);
+    cuda_leave(previous);
     return status;
 }
 
@@ -365,11 +365,11 @@ static void close_device(cuda_device *cuda)
 
 static void device_destroy(zc_device *device)
 {
-    int previous, ordinal = of(device)->ordinal;
-    zc_status status = cuda_enter(ordinal, &previous);
+    CUcontext previous;
+    zc_status status = cuda_enter(of(device)->ordinal, &previous);
     close_device(of(device));
     if (status == ZC_OK)
-        cuda_leave(ordinal, previous);
+        cuda_leave(previous);
 }
 
 static const device_ops cuda_ops = {
@@ -413,7 +413,7 @@ static zc_status open_device(cuda_device *cuda)
 
 zc_status cuda_device_create(int ordinal, zc_device **out)
 {
-    int previous;
+    CUcontext previous;
     *out = NULL;
     ZC_TRY(cuda_probe_gpu(ordinal));
     ZC_TRY(cuda_enter(ordinal, &previous));
@@ -427,7 +427,7 @@ zc_status cuda_device_create(int ordinal, zc_device **out)
     }
     if (cuda && status != ZC_OK)
         close_device(cuda);
-    cuda_leave(ordinal, previous);
+    cuda_leave(previous);
     if (status == ZC_OK)
         *out = &cuda->device;
     return status;

@@ -636,6 +636,46 @@ static void the_current_gpu_stays(void)
     CHECK_EQ(cudaSetDevice(0), 0);
 }
 
+/* On a thread that never used CUDA: nothing is current after any call. */
+static void *live_without_context(void *unused)
+{
+    CUcontext current;
+    zc_device *device = open_device();
+    const device_ops *ops = device->ops;
+    uint64_t value = 7;
+    device_slot slot;
+#define STAYS_FREE(call)                                                                  \
+    do {                                                                                  \
+        CHECK_OK(call);                                                                   \
+        current = (CUcontext)(void *)&current;                                            \
+        CHECK(cuCtxGetCurrent(&current) == CUDA_SUCCESS && current == NULL);              \
+    } while (0)
+    STAYS_FREE(ZC_OK);
+    void *memory = on_device(device, NULL, &value, sizeof value);
+    STAYS_FREE(ops->fill(device, NULL, memory, 0, 4));
+    STAYS_FREE(ops->slot_alloc(device, ops->slot_step_bytes, &slot));
+    ops->slot_free(device, &slot);
+    STAYS_FREE(ops->download(device, NULL, &value, memory, sizeof value));
+    ops->free(device, memory, sizeof value);
+    STAYS_FREE(ops->synchronize(device, NULL));
+    ops->destroy(device);
+    STAYS_FREE(ZC_OK);
+#undef STAYS_FREE
+    return unused;
+}
+
+static void no_context_is_made_elsewhere(void)
+{
+    pthread_t thread;
+    emu_reset(1, 0, 1);
+    CHECK_EQ(pthread_create(&thread, NULL, live_without_context, NULL), 0);
+    pthread_join(thread, NULL);
+    CHECK(emu_has_context(GPU));
+    for (int other = 0; other < 8; other++)
+        CHECK_EQ(emu_has_context(other), other == GPU);
+    check_clean();
+}
+
 static void refusals(void)
 {
     zc_device *device = NULL;
@@ -643,6 +683,7 @@ static void refusals(void)
     emu_set_devices(2);
     emu_reset(1, 0, 1);
     CHECK_OK(cuda_probe(&probe));
+    CHECK(!emu_has_context(0) && !emu_has_context(1));
     CHECK(probe.gpus == 2 && probe.driver_version == 13000 && probe.runtime_version >= 13000);
     CHECK(probe.gpu[0].sm == 90 && probe.gpu[1].slots == 1);
     CHECK_EQ(cuda_device_create(2, &device), ZC_EINVAL);
@@ -991,6 +1032,7 @@ int main(void)
     RUN(slots_without_support);
     RUN(slots_are_made_as_can_be);
     RUN(the_current_gpu_stays);
+    RUN(no_context_is_made_elsewhere);
     RUN(refusals);
     ON_SCHEDULES(20, 1, a_life);
     RUN(every_cuda_call_fails);

@@ -48,6 +48,9 @@ int emu_findings(char *text, size_t bytes);
 /* What is still allocated, mapped, reserved or open. */
 int emu_leaks(char *text, size_t bytes);
 
+/* Whether any thread has made a context on the device: memory that nobody who does not use it wants to miss. */
+int emu_has_context(int device);
+
 /* Lines "file.c:12 cudaStreamWaitEvent": the places of waits of streams for events and of the host for any of them. */
 int emu_wait_sites(char *text, size_t bytes);
 /*

@@ -183,6 +183,12 @@ int emu_unreached(char *text, size_t bytes)
     return write_lines(lines, text, bytes);
 }
 
+int emu_has_context(int device)
+{
+    std::unique_lock<std::mutex> lock = locked();
+    return (int)the->contexts.count(device);
+}
+
 uint64_t emu_operations(void)
 {
     std::unique_lock<std::mutex> lock = locked();

@@ -129,6 +129,7 @@ struct event {
 
 struct host_thread {
     int component, device = 0;
+    int context = -1; /* the device whose context is current; -1: none, and a call that needs one makes it */
     vclock clock;
     cudaError_t last_error = cudaSuccess;
 };
@@ -156,6 +157,7 @@ struct world {
     std::map<uintptr_t, size_t> reserved;
     std::map<uint64_t, std::shared_ptr<communicator>> comms;
     std::map<std::string, std::shared_ptr<clique>> cliques;
+    std::set<int> contexts; /* devices on which there is one */
     int physicals = 0;
     uint64_t next_handle = 0x10000;
     std::vector<std::string> sites{"?"};
@@ -199,8 +201,9 @@ std::string take_wait(const char *what, bool *dropped);
 bool take_fault(const char *function, int *error);
 /* Why no call can work: no driver or device, or broken. */
 cudaError_t unusable();
-/* What a call has to return at once: that, or it is told to fail. */
+/* What a call has to return at once: that, or it is told to fail. Most calls need a context, and make it. */
 cudaError_t enter(const char *function);
+void use_context(int device);
 CUresult enter_driver(const char *function);
 cudaError_t failed(cudaError_t error); /* remembers it as cudaGetLastError does */
 

@@ -323,7 +323,10 @@ void zc_engine_plan(const zc_engine *engine, zc_plan *out);
 zc_status zc_engine_use_stream(zc_engine *engine, void *stream);
 /* Work enqueued on `stream` from now on sees what the engine has enqueued so far. */
 zc_status zc_engine_order(zc_engine *engine, void *stream);
-/* As zc_engine_load_param, from memory of the engine's device, which is read in the order of its stream. */
+/*
+ * As zc_engine_load_param, from memory of the engine's device.  Stages 0 to 2 read it in the order of the engine's
+ * stream, and it must stay as it is until then; at stage 3 it has been read, and the hosts send rank 0's values around.
+ */
 zc_status zc_engine_load_from_device(zc_engine *engine, size_t index, const void *values);
 /* Stages 0 to 2: the parameter's value to other memory of the engine's device, in the order of its stream. */
 zc_status zc_engine_copy_param(zc_engine *engine, size_t index, void *to);

@@ -66,6 +66,7 @@ void emu_drop_wait(const char *site);
 int emu_unreached(char *text, size_t bytes);
 
 uint64_t emu_operations(void); /* run since the reset */
+uint64_t emu_copied(int to_device, int from_device); /* bytes, by cudaMemcpyAsync, from and to device or host memory */
 uint64_t emu_trace_hash(void); /* of their order */
 
 /* Copies after all enqueued work, whatever is protected; the checker does not see it. */

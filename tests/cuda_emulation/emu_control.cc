@@ -189,6 +189,12 @@ int emu_has_context(int device)
     return (int)the->contexts.count(device);
 }
 
+uint64_t emu_copied(int to_device, int from_device)
+{
+    std::unique_lock<std::mutex> lock = locked();
+    return the->copied[to_device != 0][from_device != 0];
+}
+
 uint64_t emu_operations(void)
 {
     std::unique_lock<std::mutex> lock = locked();

@@ -158,6 +158,7 @@ struct world {
     std::map<uint64_t, std::shared_ptr<communicator>> comms;
     std::map<std::string, std::shared_ptr<clique>> cliques;
     std::set<int> contexts; /* devices on which there is one */
+    uint64_t copied[2][2] = {}; /* bytes, [to a device][from a device] */
     int physicals = 0;
     uint64_t next_handle = 0x10000;
     std::vector<std::string> sites{"?"};

@@ -34,7 +34,7 @@ typedef struct cuda_options {
 
 typedef struct cuda_device {
     zc_device device;
-    device_ops ops; /* with this GPU's slot_step_bytes */
+    device_ops ops; /* with this GPU's slots */
     int ordinal;
     pthread_mutex_t lock, download_lock;
     cuda_memory memory;
@@ -86,19 +86,24 @@ static zc_status end(zc_device *device, CUcontext previous, cudaError_t error, c
 
 /* ---- memory -------------------------------------------------------------------- */
 
-static zc_status device_alloc(zc_device *device, size_t bytes, void **out)
+#define ADVICE "use a higher stage, more GPUs or a smaller batch, or look for other programs on this GPU"
+
+static zc_status alloc(cuda_device *cuda, size_t bytes, const char *advice, void **out)
 {
-    cuda_device *cuda = of(device);
     CUcontext previous;
     *out = NULL;
-    if (bytes == 0)
-        return ZC_OK;
     ZC_TRY(cuda_enter(cuda->ordinal, &previous));
     pthread_mutex_lock(&cuda->lock);
-    zc_status status = cuda_memory_alloc(&cuda->memory, bytes, out);
+    zc_status status = cuda_memory_alloc(&cuda->memory, bytes, advice, out);
     pthread_mutex_unlock(&cuda->lock);
     cuda_leave(previous);
     return status;
+}
+
+static zc_status device_alloc(zc_device *device, size_t bytes, void **out)
+{
+    *out = NULL;
+    return bytes ? alloc(of(device), bytes, ADVICE, out) : ZC_OK;
 }
 
 static void device_free(zc_device *device, void *memory, size_t bytes)
@@ -149,6 +154,42 @@ static void device_slot_unmap(zc_device *device, void *memory, size_t bytes)
 static void device_slot_free(zc_device *device, device_slot *slot)
 {
     cuda_slots_free(&of(device)->slots, slot);
+}
+
+/*
+ * Slots of a GPU without virtual memory management (or under a virtualisation
+ * without it): ordinary memory, which has one address.
+ */
+#define PLAIN_SLOT_STEP_BYTES 512u
+
+static zc_status device_plain_slot_alloc(zc_device *device, size_t bytes, device_slot *out)
+{
+    memset(out, 0, sizeof *out);
+    ZC_TRY(alloc(of(device), bytes, "it was to hold a unit of stage 3: each has memory of its own here, because this GPU, "
+                 "or its virtualisation, has no virtual memory management; use one that has, or look for other programs "
+                 "on this GPU", &out->base));
+    out->bytes = bytes;
+    return ZC_OK;
+}
+
+static void device_plain_slot_free(zc_device *device, device_slot *slot)
+{
+    device_free(device, slot->base, slot->bytes);
+    memset(slot, 0, sizeof *slot);
+}
+
+static void choose_slots(cuda_device *cuda)
+{
+    device_ops *ops = &cuda->ops;
+    if (cuda->slots.supported) {
+        ops->slot_step_bytes = cuda->slots.step_bytes;
+        return;
+    }
+    ops->slot_step_bytes = PLAIN_SLOT_STEP_BYTES;
+    ops->slot_alloc = device_plain_slot_alloc;
+    ops->slot_free = device_plain_slot_free;
+    ops->slot_map = NULL;
+    ops->slot_unmap = NULL;
 }
 
 /* ---- moving bytes --------------------------------------------------------------- */
@@ -259,7 +300,7 @@ static zc_status reserve_options(cuda_device *cuda, size_t groups)
     if (!last)
         return zc_fail(ZC_ENOMEM, "no memory for the options of %zu groups", groups);
     options->last = last;
-    ZC_TRY(cuda_memory_alloc(&cuda->memory, groups * sizeof *options->memory, &memory));
+    ZC_TRY(cuda_memory_alloc(&cuda->memory, groups * sizeof *options->memory, ADVICE, &memory));
     cuda_memory_free(&cuda->memory, options->memory);
     options->memory = memory;
     options->room = groups;
@@ -406,7 +447,7 @@ static zc_status open_device(cuda_device *cuda)
     CUDA_TRY(cuda->ordinal, cudaEventCreateWithFlags, &cuda->options.used, cudaEventDisableTiming);
     CUDA_TRY(cuda->ordinal, cudaEventCreateWithFlags, &cuda->ordered, cudaEventDisableTiming);
     cuda->ops = cuda_ops;
-    cuda->ops.slot_step_bytes = cuda->slots.step_bytes;
+    choose_slots(cuda);
     cuda->device.ops = &cuda->ops;
     return ZC_OK;
 }

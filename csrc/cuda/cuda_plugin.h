@@ -33,7 +33,7 @@ typedef struct zc_cuda_host {
 
 typedef struct zc_cuda_gpu {
     int sm;    /* compute capability: 90 is 9.0 */
-    int slots; /* has virtual memory management, which stage 3 needs */
+    int slots; /* has virtual memory management: units of stage 3 share the memory of few slots */
 } zc_cuda_gpu;
 
 #define ZC_CUDA_MAX_GPUS 64

@@ -569,19 +569,32 @@ static void slots_are_one_memory(void)
     free(expected);
 }
 
+/* Without virtual memory management slots are ordinary memory, with one address. */
 static void slots_without_support(void)
 {
+    unsigned char expected[1024] = {0};
     device_slot slot;
-    void *memory;
+    zc_cuda_probe probe;
     emu_set_attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 0);
     emu_reset(1, 0, 1);
+    CHECK_OK(cuda_probe(&probe));
+    CHECK_EQ(probe.gpu[GPU].slots, 0);
     zc_device *device = open_device();
-    CHECK(device->ops->slot_step_bytes > 0);
-    CHECK_EQ(device->ops->slot_alloc(device, device->ops->slot_step_bytes, &slot), ZC_EINVAL);
-    CHECK(slot.base == NULL && says("stage 3") && says("stages 0, 1 and 2 work"));
-    CHECK_OK(device->ops->alloc(device, 100, &memory)); /* the rest does */
-    device->ops->free(device, memory, 100);
-    device->ops->destroy(device);
+    const device_ops *ops = device->ops;
+    CHECK(ops->slot_map == NULL && ops->slot_unmap == NULL && sizeof expected % ops->slot_step_bytes == 0);
+    CHECK_OK(ops->slot_alloc(device, sizeof expected, &slot));
+    CHECK_EQ(slot.bytes, sizeof expected);
+    CHECK(is_on_device(device, NULL, slot.base, expected, sizeof expected));
+    CHECK_OK(ops->fill(device, NULL, slot.base, 7, sizeof expected));
+    memset(expected, 7, sizeof expected);
+    CHECK(is_on_device(device, NULL, slot.base, expected, sizeof expected));
+    ops->slot_free(device, &slot);
+    CHECK(slot.base == NULL);
+    ops->slot_free(device, &slot); /* nothing */
+    emu_fail_next("cudaMalloc", 1, cudaErrorMemoryAllocation);
+    CHECK_EQ(ops->slot_alloc(device, 4096, &slot), ZC_ENOMEM);
+    CHECK(slot.base == NULL && says("no room for 4096 bytes") && says("no virtual memory management"));
+    ops->destroy(device);
     check_clean();
     emu_set_attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1);
 }

@@ -6,6 +6,8 @@
 
 #include "device_step.h"
 
+#include <stddef.h>
+
 typedef unsigned long long word;
 static_assert(sizeof(word) == sizeof(uint64_t), "atomicAdd takes this type of 64 bits");
 
@@ -215,9 +217,15 @@ cudaError_t cuda_step_scalars(cudaStream_t stream, const device_step_args *args,
     device_step_args on_device = *args;
     on_device.options = options;
     [[maybe_unused]] size_t stats_bytes = sizeof *args->stats + (args->segments + 3) / 4 * sizeof *args->stats->used;
+    /* Behind the last group's options is padding, and of a segment all but its group changes. */
+    [[maybe_unused]] size_t options_bytes = args->groups * sizeof *options - sizeof *options +
+                                            offsetof(optim_options, maximize) + sizeof options->maximize;
+    [[maybe_unused]] size_t segment_bytes = args->segments * sizeof *args->segment;
+    [[maybe_unused]] size_t group_bytes = offsetof(device_segment, has_momentum);
     return CU_LAUNCH(step_scalars_kernel, 1, BLOCK_THREADS, stream,
-                     CU_MAY_READ(args->stats, stats_bytes) CU_MAY_READ(options, args->groups * sizeof *options)
-                     CU_MAY_WRITE(args->segment, args->segments * sizeof *args->segment)
+                     CU_MAY_READ(args->stats, stats_bytes) CU_MAY_READ(options, options_bytes)
+                     CU_MAY_READ(args->segment, segment_bytes)
+                     CU_MAY_WRITE(&args->segment->has_momentum, segment_bytes ? segment_bytes - group_bytes : 0)
                      CU_WRITES(args->scalars, args->segments * sizeof *args->scalars)
                      CU_WRITES(args->result, sizeof *args->result),
                      on_device);

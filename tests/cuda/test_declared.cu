@@ -102,11 +102,11 @@ static void too_little_is_found(void)
     add_declaring(BYTES - 4, BYTES);
     CHECK_FOUND("writes 4 bytes at offset 396 of 800");
     add_declaring(BYTES, 0);
-    CHECK_FOUND("reads 4 bytes at offset 0 of 800");
+    CHECK_FOUND("reads 4 bytes at offset"); /* whichever thread came first */
     begin();
     CHECK_EQ(CU_LAUNCH(add_kernel, 1, 32, stream, CU_READS(b, BYTES) CU_READS(a, BYTES), a, b, ELEMS), cudaSuccess);
     CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-    CHECK_FOUND("writes 4 bytes at offset 0 of 800");
+    CHECK_FOUND("writes 4 bytes at offset");
 }
 
 static void too_much_is_found(void)

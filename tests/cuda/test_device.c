@@ -582,6 +582,9 @@ static void slots_without_support(void)
     zc_device *device = open_device();
     const device_ops *ops = device->ops;
     CHECK(ops->slot_map == NULL && ops->slot_unmap == NULL && sizeof expected % ops->slot_step_bytes == 0);
+    emu_fail_next("cudaMalloc", 1, cudaErrorMemoryAllocation);
+    CHECK_EQ(ops->slot_alloc(device, 4096, &slot), ZC_ENOMEM);
+    CHECK(slot.base == NULL && says("no room for 4096 bytes") && says("no virtual memory management"));
     CHECK_OK(ops->slot_alloc(device, sizeof expected, &slot));
     CHECK_EQ(slot.bytes, sizeof expected);
     CHECK(is_on_device(device, NULL, slot.base, expected, sizeof expected));
@@ -591,9 +594,6 @@ static void slots_without_support(void)
     ops->slot_free(device, &slot);
     CHECK(slot.base == NULL);
     ops->slot_free(device, &slot); /* nothing */
-    emu_fail_next("cudaMalloc", 1, cudaErrorMemoryAllocation);
-    CHECK_EQ(ops->slot_alloc(device, 4096, &slot), ZC_ENOMEM);
-    CHECK(slot.base == NULL && says("no room for 4096 bytes") && says("no virtual memory management"));
     ops->destroy(device);
     check_clean();
     emu_set_attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1);
@@ -819,8 +819,8 @@ static void every_cuda_call_fails(void)
         "cudaGetDriverEntryPointByVersion", "cudaStreamCreateWithFlags", "cudaEventCreateWithFlags",
         "cudaMallocHost", "cudaMalloc", "cudaMemsetAsync", "cudaMemcpyAsync", "cudaEventRecord",
         "cudaEventSynchronize", "cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaLaunchKernel", "cudaEventQuery",
-        "cuDeviceGet", "cuDeviceGetAttribute", "cuMemGetAllocationGranularity", "cuMemCreate", "cuMemAddressReserve",
-        "cuMemMap", "cuMemSetAccess",
+        "cuCtxGetCurrent", "cuDeviceGet", "cuDeviceGetAttribute", "cuMemGetAllocationGranularity", "cuMemCreate",
+        "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess",
     };
     for (size_t f = 0; f < sizeof functions / sizeof *functions; f++) {
         int skipped = strcmp(functions[f], "cudaStreamCreateWithFlags") == 0 ? 2 : 0; /* the test's own */

@@ -642,7 +642,7 @@ static int call_kernel(int which, unsigned char *arena, touched *arrays)
         error = cuda_step_scalars(stream, &args, SLOT(5));
         TOUCHED(1, sizeof(device_stats) + 16), TOUCHED(2, 5 * sizeof(device_segment));
         TOUCHED(3, 5 * sizeof(optim_segment_scalars)), TOUCHED(4, sizeof(device_step));
-        TOUCHED(5, 2 * sizeof(optim_options));
+        TOUCHED(5, sizeof(optim_options) + offsetof(optim_options, maximize) + sizeof(int));
     } else {
         device_update_args args = {.rule = OPTIM_ADAM, .param_dtype = ZC_BFLOAT16, .spans = SLOT(0), .span_count = 3,
                                    .extent = 99, .scalars = SLOT(1), .segments = 2, .param = SLOT(2),

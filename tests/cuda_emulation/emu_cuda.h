@@ -53,6 +53,7 @@ void emu_host_access(const void *memory, size_t bytes, int write);
 
 #if defined(__cplusplus)
 
+#include <cstring> /* takes macros of its names away, so it comes before ours */
 #include <initializer_list>
 #include <math.h>
 #include <stdint.h>
@@ -311,6 +312,11 @@ static inline void *emu_memcpy(void *to, const void *from, size_t bytes)
     emu_touch(from, bytes, 0);
     emu_touch(to, bytes, 1);
     return memcpy(to, from, bytes);
+}
+
+namespace std { /* CUDA's headers name them with it */
+using ::emu_memcpy;
+using ::emu_memset;
 }
 
 #define memset(...) emu_memset(__VA_ARGS__)

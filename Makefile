@@ -16,7 +16,9 @@ help:
 	@echo "make long    the tests that take minutes each"
 	@echo "make asan    C tests, and the extension under Python, with address and undefined behaviour checks"
 	@echo "make tsan    C tests with the thread sanitizer"
-	@echo "make cuda    the CUDA part compiled by nvcc for every architecture, without spills, with wide accesses"
+	@echo "make cuda    the CUDA part compiled by nvcc for every architecture, without spills, with wide accesses;"
+	@echo "             what it declares of NCCL, against nccl.h where that is installed (200 MB, not a requirement:"
+	@echo "             $(VENV)/bin/pip install --no-deps 'nvidia-nccl-cu13>=2.28', or NCCL_HOME)"
 	@echo "make emulate every test of the CUDA part on an emulated CUDA and NCCL, without a GPU"
 	@echo "make bench   time and memory against other packages"
 	@echo "make lint    layers of the C sources, exports, stubs"
@@ -55,7 +57,7 @@ tsan: venv
 	$(PYTEST) tests/test_c.py -k "thread"
 
 cuda: venv
-	$(PYTEST) tests/test_cuda_build.py
+	$(PYTEST) tests/test_cuda_build.py tests/test_nccl_header.py
 
 emulate: venv
 	$(PYTEST) -m "long or not long" tests/test_cuda.py tests/test_gpu_arrays.py

@@ -182,6 +182,11 @@ int main(int argc, char **argv)
     }
     check(cuda_load(argv[1], &plugin));
     check(plugin->device_create(0, &device));
+    if (!device->ops->slot_map) {
+        printf("memory has one address here: there is no virtual memory management\n");
+        device->ops->destroy(device);
+        return 0;
+    }
     writer = make_stream();
     reader = make_stream();
     DO(slot_alloc, SLOT_STEPS * device->ops->slot_step_bytes, &slot);

@@ -89,7 +89,8 @@ typedef struct device_update_args {
     const device_span *spans; /* ascending, within one shard */
     size_t span_count;
     size_t extent;            /* elements of the shard; no span ends after it */
-    const optim_segment_scalars *scalars;
+    const optim_segment_scalars *scalars; /* [segments] */
+    size_t segments;
     /* first element of the shard in each array; NULL where there is none */
     void *param, *master, *m, *v, *vmax;
     const void *grad; /* zc_dtype_sum(param_dtype) */
@@ -101,6 +102,9 @@ typedef struct device_update_args {
  * ones, each for as long as it is wanted: what is written at one is read at all.
  * Nothing has to be ordered between them but the accesses themselves.  On a GPU
  * one handle is one slot, mapped from its offset 0; all of it at start-up.
+ *
+ * A device may be unable to give further addresses: its slot_map and slot_unmap
+ * are NULL, and what is to keep its address needs a slot of its own.
  */
 typedef struct device_slot {
     void *base;
@@ -117,7 +121,7 @@ typedef struct device_ops {
     void (*free)(zc_device *device, void *memory, size_t bytes);
     /* bytes > 0. */
     zc_status (*slot_alloc)(zc_device *device, size_t bytes, device_slot *out);
-    /* One more address for the first `bytes` bytes of a slot. */
+    /* One more address for the first `bytes` bytes of a slot; NULL where that is not possible. */
     zc_status (*slot_map)(zc_device *device, const device_slot *slot, size_t bytes, void **out);
     /* These two: nothing that is enqueued uses the memory any more. */
     void (*slot_unmap)(zc_device *device, void *memory, size_t bytes);

@@ -365,15 +365,11 @@ zc_status zc_engine_add_params(zc_engine *engine, const zc_param *params, size_t
 
 /* ---- loading ------------------------------------------------------------- */
 
-zc_status zc_engine_load_param(zc_engine *engine, size_t index, const void *values)
+/* Memory for a parameter and all before it in its space. */
+static zc_status grow_for(zc_engine *engine, const engine_param *param)
 {
-    if (index >= engine->param_count)
-        return zc_fail(ZC_EINVAL, "parameter %zu of %zu", index, engine->param_count);
-    engine_param *param = &engine->params[index];
     engine_space *space = &engine->spaces[param->space];
-    if (param->elems == 0)
-        return ZC_OK;
-    size_t end = param->extent * space->elem_bytes, bytes = param->elems * space->elem_bytes;
+    size_t end = param->extent * space->elem_bytes;
     if (engine->config.stage == 3) {
         size_t last = partition_bucket_of(&space->plan, param->extent - 1);
         end = partition_shard_offset(&space->plan, last) + partition_shard_elems(&space->plan, last);
@@ -383,33 +379,64 @@ zc_status zc_engine_load_param(zc_engine *engine, size_t index, const void *valu
         ZC_TRY(comm_region_grow(space->param, end));
         space->grown_bytes = end;
     }
-    if (engine->config.stage == 3)
-        return stage3_load(engine, index, values);
+    return ZC_OK;
+}
+
+static size_t param_bytes(const zc_engine *engine, size_t index)
+{
+    return engine->params[index].elems * engine->spaces[engine->params[index].space].elem_bytes;
+}
+
+typedef zc_status copy_to_device(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes);
+
+/* Stages 0 to 2: every rank has the whole parameter. */
+static zc_status load_whole(zc_engine *engine, size_t index, const void *values, copy_to_device *copy)
+{
+    ZC_TRY(grow_for(engine, &engine->params[index]));
     if (!values)
         return zc_fail(ZC_EINVAL, "rank %zu: no values for %s", engine->rank, engine_param_name(engine, index));
     if (engine->config.shared_params && engine->rank != 0)
         return ZC_OK; /* the one copy is rank 0's */
-    return engine->device->ops->upload(engine->device, engine->stream, zc_engine_param(engine, index), values, bytes);
+    return copy(engine->device, engine->stream, zc_engine_param(engine, index), values, param_bytes(engine, index));
 }
 
-zc_status zc_engine_load_from_device(zc_engine *engine, size_t index, const void *values)
+zc_status zc_engine_load_param(zc_engine *engine, size_t index, const void *values)
 {
     if (index >= engine->param_count)
         return zc_fail(ZC_EINVAL, "parameter %zu of %zu", index, engine->param_count);
-    const engine_param *param = &engine->params[index];
-    size_t bytes = param->elems * engine->spaces[param->space].elem_bytes;
-    if (!bytes)
+    if (!engine->params[index].elems)
         return ZC_OK;
+    if (engine->config.stage != 3)
+        return load_whole(engine, index, values, engine->device->ops->upload);
+    ZC_TRY(grow_for(engine, &engine->params[index]));
+    return stage3_load(engine, index, values);
+}
+
+/* Stage 3: rank 0's values are sent around by the hosts. */
+static zc_status load_through_host(zc_engine *engine, size_t index, const void *values)
+{
+    size_t bytes = param_bytes(engine, index);
     char *host = zc_malloc(bytes);
     zc_status status = host ? engine->device->ops->download(engine->device, engine->stream, host, values, bytes)
                             : zc_fail(ZC_ENOMEM, "rank %zu: no memory to load %s", engine->rank,
                                       engine_param_name(engine, index));
     if (status == ZC_OK)
         status = zc_engine_load_param(engine, index, host);
-    else if (engine->config.stage == 3) /* the peers are on their way into a broadcast */
+    else /* the peers are on their way into a broadcast */
         comm_poison(engine->comm, status, zc_last_error());
     zc_free(host);
     return status;
+}
+
+zc_status zc_engine_load_from_device(zc_engine *engine, size_t index, const void *values)
+{
+    if (index >= engine->param_count)
+        return zc_fail(ZC_EINVAL, "parameter %zu of %zu", index, engine->param_count);
+    if (!engine->params[index].elems)
+        return ZC_OK;
+    if (engine->config.stage == 3)
+        return load_through_host(engine, index, values);
+    return load_whole(engine, index, values, engine->device->ops->copy);
 }
 
 zc_status zc_engine_copy_param(zc_engine *engine, size_t index, void *to)
@@ -419,9 +446,8 @@ zc_status zc_engine_copy_param(zc_engine *engine, size_t index, void *to)
     if (engine->config.stage == 3)
         return zc_fail(ZC_EINVAL, "rank %zu: at stage 3 no rank has %s; fetch it", engine->rank,
                        engine_param_name(engine, index));
-    const engine_param *param = &engine->params[index];
     return engine->device->ops->copy(engine->device, engine->stream, to, zc_engine_param(engine, index),
-                                     param->elems * engine->spaces[param->space].elem_bytes);
+                                     param_bytes(engine, index));
 }
 
 /* ---- streams ---------------------------------------------------------------- */

@@ -130,7 +130,7 @@ typedef struct engine_unit {
     size_t part_count;
     size_t bytes;             /* of its range; 0: it has no elements, and no slot */
     char *base;               /* its range */
-    size_t mapped_bytes;
+    size_t mapped_bytes;      /* 0: the range is its slot's own */
     size_t slot;
     size_t users;             /* acquired and not released */
     size_t next[2];           /* the one to come after it in forward, in backward; ZC_NO_UNIT: none */

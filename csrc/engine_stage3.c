@@ -22,7 +22,8 @@
  * level there is a ring for each size class: the largest unit and those of more
  * than half its size, and so on, so that one huge unit does not size every slot.
  * Units of a ring take its slots in turn, for ever.  A resident unit has a slot
- * of its own.
+ * of its own.  On a device whose memory has one address only (device.h) every unit
+ * has: slots then hold all parameters, and a unit is there until the next step.
  *
  * In use.  acquire() gathers a unit unless its slot holds it, and release() ends
  * its use.  A slot whose owner is in use is never filled with another unit: that
@@ -148,6 +149,10 @@ static zc_status map_unit(zc_engine *engine, engine_unit *unit, size_t slot)
     void *base;
     unit->slot = slot;
     ZC_TRY(make_room(engine, unit, &engine->slots[slot]));
+    if (!zc_engine_units_share(engine)) {
+        unit->base = engine->slots[slot].memory.base;
+        return ZC_OK;
+    }
     ZC_TRY(engine->device->ops->slot_map(engine->device, &engine->slots[slot].memory, bytes, &base));
     unit->base = base;
     unit->mapped_bytes = bytes;
@@ -193,7 +198,7 @@ zc_status stage3_reserve(zc_engine *engine)
     ZC_TRY(plan_units(engine));
     for (size_t u = 0; u < engine->unit_count; u++) {
         engine_unit *unit = &engine->units[u];
-        if (!unit->resident || !unit->bytes)
+        if (!unit->bytes || (!unit->resident && zc_engine_units_share(engine)))
             continue;
         ZC_TRY(add_slot(engine, unit->bytes));
         ZC_TRY(map_unit(engine, unit, engine->slot_count - 1));
@@ -209,7 +214,7 @@ void stage3_release(zc_engine *engine)
     const device_ops *ops = engine->device->ops;
     for (size_t u = 0; u < engine->unit_count; u++) {
         engine_unit *unit = &engine->units[u];
-        if (unit->base)
+        if (unit->mapped_bytes)
             ops->slot_unmap(engine->device, unit->base, unit->mapped_bytes);
         zc_free(unit->parts);
         zc_free(unit->name);
@@ -408,6 +413,11 @@ uint64_t zc_engine_unit_generation(const zc_engine *engine, size_t index)
         return 0;
     const engine_slot *slot = &engine->slots[engine->units[index].slot];
     return slot->owner == index ? slot->generation : 0;
+}
+
+int zc_engine_units_share(const zc_engine *engine)
+{
+    return engine->device->ops->slot_map != NULL;
 }
 
 void *zc_engine_unit_range(const zc_engine *engine, size_t index, size_t *bytes)

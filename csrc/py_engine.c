@@ -232,6 +232,16 @@ static PyObject *get_round_open(py_engine *self, void *unused)
     return PyBool_FromLong(open);
 }
 
+static PyObject *get_units_share(py_engine *self, void *unused)
+{
+    (void)unused;
+    if (py_engine_lock_local(self))
+        return NULL;
+    int share = zc_engine_units_share(self->engine);
+    py_engine_unlock(self);
+    return PyBool_FromLong(share);
+}
+
 static PyObject *get_param_count(py_engine *self, void *unused)
 {
     (void)unused;
@@ -348,6 +358,8 @@ static PyMethodDef engine_methods[] = {
 static PyGetSetDef engine_getset[] = {
     {"rounds", (getter)get_rounds, NULL, "Backwards summed since the last step.", NULL},
     {"round_open", (getter)get_round_open, NULL, "Whether gradients came since the last end_round.", NULL},
+    {"units_share", (getter)get_units_share, NULL,
+     "Stage 3: whether units share memory; if not, the device cannot give memory several addresses.", NULL},
     {"param_count", (getter)get_param_count, NULL, "Number of parameters.", NULL},
     {"comm", (getter)get_comm, NULL, "The Communicator.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -136,7 +136,7 @@ typedef struct zc_engine_config {
     int threads;            /* CPU threads of this rank; 0: usable cores / ranks on this host, at least 1 */
     const zc_unit *units;   /* stage 3: [unit_count], in the order of their first use; read during create */
     size_t unit_count;
-    size_t unit_slots;      /* stage 3: slots of each size class of a level; > prefetch */
+    size_t unit_slots;      /* stage 3: slots of each size class of a level; > prefetch; see zc_engine_units_share */
     size_t prefetch;        /* stage 3: units gathered ahead of their use */
     int fill_discarded;     /* stage 3: overwrite what is not in use, so that a reader without a right to it sees NaN */
 } zc_engine_config;
@@ -198,6 +198,8 @@ size_t zc_engine_unit_user(const zc_engine *engine, size_t unit);
 uint64_t zc_engine_unit_generation(const zc_engine *engine, size_t unit);
 /* The address range of a unit's parameters; *bytes 0: it has none. Valid until destroy. */
 void *zc_engine_unit_range(const zc_engine *engine, size_t unit, size_t *bytes);
+/* 0: the device can give memory one address only, so that each unit has memory of its own, and all parameters are there. */
+int zc_engine_units_share(const zc_engine *engine);
 /* Collective, any stage: the parameter's value, elems elements in storage order, to host memory. */
 zc_status zc_engine_fetch(zc_engine *engine, size_t index, void *to);
 /* Collective, stage 3: the parameter becomes rank 0's `values` on every rank (others may pass NULL), and so its master.
@@ -352,7 +354,10 @@ void zc_engine_plan(const zc_engine *engine, zc_plan *out);
 zc_status zc_engine_use_stream(zc_engine *engine, void *stream);
 /* Work enqueued on `stream` from now on sees what the engine has enqueued so far. */
 zc_status zc_engine_order(zc_engine *engine, void *stream);
-/* As zc_engine_load_param, from memory of the engine's device, which is read in the order of its stream. */
+/*
+ * As zc_engine_load_param, from memory of the engine's device.  Stages 0 to 2 read it in the order of the engine's
+ * stream, and it must stay as it is until then; at stage 3 it has been read, and the hosts send rank 0's values around.
+ */
 zc_status zc_engine_load_from_device(zc_engine *engine, size_t index, const void *values);
 /* Stages 0 to 2: the parameter's value to other memory of the engine's device, in the order of its stream. */
 zc_status zc_engine_copy_param(zc_engine *engine, size_t index, void *to);

@@ -26,6 +26,7 @@ USED = {NAME: b"used_dltensor", NAME_VERSIONED: b"used_dltensor_versioned"}
 LEGACY_STREAM, STREAM_PER_THREAD, NO_STREAM = 1, 2, -1  # of the array API's `stream`
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
 NON_BLOCKING, DISABLE_TIMING = 1, 2
+VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 TEXT_BYTES = 1 << 16
 # These remember the place that emu_at said last.
 PLACED = {"cudaMalloc", "cudaFree", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaEventRecord", "cudaStreamWaitEvent",
@@ -49,6 +50,7 @@ ARGUMENTS = {
     "emu_at": [ctypes.c_char_p, Int],
     "emu_nccl_processes": [Int],
     "emu_reset": [ctypes.c_uint64, Int, Int],
+    "emu_set_attribute": [Int, Int],
     "emu_findings": [ctypes.c_char_p, Size],
     "emu_leaks": [ctypes.c_char_p, Size],
 }
@@ -113,6 +115,11 @@ def reset(seed=0, eager=0):
     _generation += 1
     _retired.clear()
     library().emu_reset(seed, eager, 1)
+
+
+def offer_virtual_memory(on):
+    """Whether GPUs can give memory several addresses; stays over resets."""
+    library().emu_set_attribute(VIRTUAL_MEMORY, int(on))
 
 
 def findings():

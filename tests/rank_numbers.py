@@ -8,6 +8,7 @@ import os
 import numpy
 import zero_c
 from scenarios import digest, gradient, initial_values, scenario
+from zero_c import _core, _gpu, _options
 
 
 class bfloat16(numpy.void):
@@ -41,10 +42,9 @@ class Gpu:
     def __init__(self, rank, schedule):
         import cuda_arrays
         import cuda_build
-        import zero_c._gpu
 
         self.arrays, self.rank = cuda_arrays, rank
-        zero_c._gpu.PLUGIN = cuda_build.build_plugin()
+        _gpu.PLUGIN = cuda_build.build_plugin()
         cuda_arrays.reset(*schedule)
 
     def give(self, values, dtype):
@@ -129,6 +129,42 @@ def sums_in_rank_order(asked):
     told.append(opt.last_step.deterministic)
     place.finish(opt)
     return told
+
+
+def sharded_parameters(scenario, schedule, share):
+    """The parameters after a scenario of one round a step at stage 3 on a GPU, each parameter a unit of its own.
+
+    share: the GPU lets units share memory.
+    """
+    comm = zero_c.init()
+    place = Gpu(comm.rank, schedule)
+    place.arrays.offer_virtual_memory(share)
+    on_gpu = _gpu.communicator(comm, comm.rank)
+    values = initial_values(scenario)
+    params = [(f"p{index}", array.size, param["dtype"], param["group"], array, index, False)
+              for index, (array, param) in enumerate(zip(values, scenario["params"], strict=True))]
+    rule = scenario["optimizer"]
+    groups = [_options.to_core(rule, _options.resolve(rule, options)) for options in scenario["groups"]]
+    engine = _core.Engine(on_gpu, params, groups, rule=rule, stage=3, units=[(None, 1, False) for _ in params],
+                          bucket_bytes=1024)
+    assert engine.units_share == share
+    for number in range(len(scenario["steps"])):
+        for index in range(len(params)):
+            engine.acquire(index, False)
+            engine.release(index)
+        for index in reversed(range(len(params))):
+            engine.acquire(index, True)
+            given = place.give(gradient(scenario, number, 0, comm.rank, index), params[index][2])
+            engine.add_grad(index, _core.GpuArray(given, _gpu.LEGACY_STREAM, "gradient"))
+            engine.release(index)
+        engine.end_round()
+        engine.step(groups)
+    found = [engine.fetch(index).reshape(array.shape) for index, array in enumerate(values)]
+    del engine, given
+    on_gpu.close()
+    place.arrays.offer_virtual_memory(True)
+    assert not place.arrays.findings(), place.arrays.findings()
+    return found
 
 
 def masters(opt, params):

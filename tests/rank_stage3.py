@@ -10,6 +10,7 @@ import io
 import os
 import threading
 import time
+import types
 import warnings
 
 import numpy
@@ -20,7 +21,7 @@ from torch.func import functional_call
 import zero_c
 from models import batch, fill, mlp
 from stage3_models import CASES, UNUSUAL, WIDTH, Block, Gpt, blocks_of, leaking, returning
-from zero_c.torch import ShardedOptimizer
+from zero_c.torch import ShardedOptimizer, _stage3
 
 STAGE = 3
 ADAMW = {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1}
@@ -1188,6 +1189,20 @@ def second_optimizer(setting):
     """What is told of a second optimizer for a model that has one."""
     run = trained(setting)
     return error_of(lambda: make_optimizer(run.model, run.comm, STAGE, blocks_of(run.model), **setting))
+
+
+def warnings_of_own_memory(setting):
+    """What this rank warns of where units cannot share memory, as an engine on such a GPU says."""
+    warn = _stage3.warn_of_own_memory
+    without = types.SimpleNamespace(units_share=False, gpu=0)
+    _stage3.warn_of_own_memory = lambda engine: warn(engine) or warn(without)
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            trained(setting)
+    finally:
+        _stage3.warn_of_own_memory = warn
+    return [str(warning.message) for warning in seen if "memory" in str(warning.message)]
 
 
 # ---- what is left behind ---------------------------------------------------------------------

@@ -178,7 +178,7 @@ class RankGroup:
         for rank in idle:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.process.wait(CLOSE_DEADLINE_S)
-            if left := _processes_of_group(rank.process.pid):
+            if left := processes_of_group(rank.process.pid):
                 problems.append(f"rank {rank.rank} left processes: {left}")
         self._kill_all()
         self._files.cleanup()
@@ -194,7 +194,7 @@ class RankGroup:
                 ZERO_C_RANK=str(rank), ZERO_C_WORLD_SIZE=str(self.n), ZERO_C_LOCAL_RANK=str(rank), ZERO_C_JOB=job,
                 ZERO_C_TOKEN=token, RANK=str(rank), WORLD_SIZE=str(self.n), LOCAL_RANK=str(rank),
                 LOCAL_WORLD_SIZE=str(self.n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
-                PYTHONFAULTHANDLER="1", PYTHONPATH=_python_path())
+                PYTHONFAULTHANDLER="1", PYTHONPATH=python_path())
             for name, value in (self._env(rank) if callable(self._env) else self._env or {}).items():
                 env.pop(name, None) if value is None else env.__setitem__(name, str(value))
             self._ranks.append(_Rank(rank, env, Path(self._files.name)))
@@ -294,28 +294,14 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def _describe(outcomes):
-    text = []
-    for outcome in outcomes:
-        if outcome.error:
-            text.append(f"rank {outcome.rank}: {outcome.error}")
-            if outcome.stderr:
-                text.append(f"  output of rank {outcome.rank} ends:\n{outcome.stderr}")
-    return "\n".join(text)
-
-
-def _python_path():
-    # Ranks must import the package the test process imports, wherever that one came from.
+def python_path():
+    """PYTHONPATH for processes that import the package that this one imports, wherever that came from."""
     spec = importlib.util.find_spec("zero_c")
     package = [str(Path(next(iter(spec.submodule_search_locations))).parent)] if spec else []
     return os.pathsep.join(package + [entry for entry in [os.environ.get("PYTHONPATH")] if entry])
 
 
-def _shm_entries():
-    return {entry for entry in os.listdir("/dev/shm") if "zero_c" in entry} if os.path.isdir("/dev/shm") else set()
-
-
-def _processes_of_group(group):
+def processes_of_group(group):
     """Living processes of a process group (zombies have given everything back)."""
     left = []
     for entry in os.listdir("/proc"):
@@ -326,6 +312,20 @@ def _processes_of_group(group):
                 if int(pgrp) == group and state not in "ZX":
                     left.append(int(entry))
     return left
+
+
+def _describe(outcomes):
+    text = []
+    for outcome in outcomes:
+        if outcome.error:
+            text.append(f"rank {outcome.rank}: {outcome.error}")
+            if outcome.stderr:
+                text.append(f"  output of rank {outcome.rank} ends:\n{outcome.stderr}")
+    return "\n".join(text)
+
+
+def _shm_entries():
+    return {entry for entry in os.listdir("/dev/shm") if "zero_c" in entry} if os.path.isdir("/dev/shm") else set()
 
 
 def _encode(value, folder, prefix, count=None):

@@ -1,9 +1,13 @@
 """The CUDA backend on the emulated CUDA and NCCL of tests/cuda_emulation: every program of tests/cuda, the engine's
-programs on emulated GPUs, plain and under sanitizers, and the proof that each wait of the backend is needed.
+programs on emulated GPUs, plain and under sanitizers, and the proofs that kernels touch what they declare, no more and
+no less, and that each wait of the backend is needed.
 """
 
 import gc
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy
 import pytest
@@ -23,24 +27,70 @@ PROGRAMS = sorted(path for path in (ROOT / "tests" / "cuda").glob("test_*.c*") i
 NAMED = {program.stem: program for program in PROGRAMS}
 # The thread sanitizer sees C only, and has something to see in what runs threads of its own.
 THREADED = {"test_device", "test_nccl", "test_engine", "test_stage3"}
-SHORT = {("address", "test_kernels"), ("address", "test_device")}
+# Kernels are compared with what they declare; of no interest in any other way is the program that tests this.
+WATCHED = {"test_declared", "test_kernels", "test_device"}
+SHORT = {("address", "test_kernels"), ("address", "test_device"), *(("watched", name) for name in WATCHED)}
 
 pytestmark = cuda_build.needs_headers
 
 
+def flavours_of(name):
+    if name == "test_declared":
+        return ["watched"]
+    return ["plain", "address", *["thread"] * (name in THREADED), *["watched"] * (name in WATCHED)]
+
+
+class Job(NamedTuple):
+    """One run of a program."""
+
+    name: str
+    flavour: str = "plain"
+    environment: tuple = ()
+
+
+class Programs:
+    """Runs programs two at a time, ahead of the tests that wait for them."""
+
+    def __init__(self):
+        self.pool, self.building, self.started = ThreadPoolExecutor(2), threading.Lock(), {}
+
+    def start(self, job):
+        if job not in self.started:
+            self.started[job] = self.pool.submit(self._run, job)
+
+    def _run(self, job):
+        with self.building:
+            program = cuda_build.program(NAMED[job.name], job.flavour)
+        return run([program], RUN_DEADLINE_S, dict(job.environment))
+
+    def result(self, job):
+        """Status and output."""
+        self.start(job)
+        return self.started[job].result()
+
+
+@pytest.fixture(scope="module")
+def programs(request):
+    programs = Programs()
+    for item in request.session.items:
+        if item.path == request.path and hasattr(item, "callspec") and "job" in item.callspec.params:
+            programs.start(item.callspec.params["job"])
+    yield programs
+    programs.pool.shutdown(cancel_futures=True)
+
+
 def cases():
     for program in PROGRAMS:
-        for flavour in ("plain", "address", "thread"):
-            if flavour != "thread" or program.stem in THREADED:
-                short = flavour == "plain" or (flavour, program.stem) in SHORT
-                yield pytest.param(program, flavour, id=f"{program.stem}-{flavour}",
-                                   marks=[] if short else [pytest.mark.long])
+        for flavour in flavours_of(program.stem):
+            short = flavour == "plain" or (flavour, program.stem) in SHORT
+            yield pytest.param(Job(program.stem, flavour), id=f"{program.stem}-{flavour}",
+                               marks=[] if short else [pytest.mark.long])
 
 
-@pytest.mark.parametrize(("program", "flavour"), list(cases()))
-def test_program(program, flavour):
-    status, output = run([cuda_build.program(program, flavour)], RUN_DEADLINE_S)
-    assert status == 0, f"{program.stem} ended with status {status}:\n{output}"
+@pytest.mark.parametrize("job", list(cases()))
+def test_program(programs, job):
+    status, output = programs.result(job)
+    assert status == 0, f"{job.name} ended with status {status}:\n{output}"
 
 
 # ---- every wait of the backend is needed ---------------------------------------
@@ -92,20 +142,29 @@ def test_every_wait_is_in_the_table():
 
 
 @pytest.mark.long
-def test_every_wait_is_reached(tmp_path):
+def test_every_wait_is_reached(programs, tmp_path):
     seen = tmp_path / "sites"
-    for name in sorted(set(WAITS.values())):
-        run([cuda_build.program(NAMED[name], "plain")], RUN_DEADLINE_S, {"EMU_WAIT_SITES": str(seen)})
+    jobs = [Job(name, environment=(("EMU_WAIT_SITES", str(seen)),)) for name in sorted(set(WAITS.values()))]
+    for job in jobs:
+        programs.start(job)
+    for job in jobs:
+        programs.result(job)
     reached = {line.split()[0] for line in seen.read_text().splitlines()}
     assert set(wait_places().values()) == {place for place in reached if (BACKEND / place.split(":")[0]).exists()}
 
 
-@pytest.mark.parametrize("wait", [pytest.param(wait, marks=[] if wait in SHORT_WAITS else [pytest.mark.long])
-                                  for wait in WAITS])
-def test_a_wait_left_out_is_missed(wait):
-    program = cuda_build.program(NAMED[WAITS[wait]], "plain")
-    status, output = run([program], RUN_DEADLINE_S, {"EMU_DROP_WAIT": wait_places()[wait], "EMU_DEADLOCK": "2"})
-    assert status != 0, f"{program.stem} does not miss {wait}"
+def runs_without_a_wait():
+    places = wait_places()
+    for wait, name in WAITS.items():
+        environment = (("EMU_DROP_WAIT", places.get(wait, "nowhere")), ("EMU_DEADLOCK", "2"))
+        yield pytest.param(Job(name, environment=environment), id=wait,
+                           marks=[] if wait in SHORT_WAITS else [pytest.mark.long])
+
+
+@pytest.mark.parametrize("job", list(runs_without_a_wait()))
+def test_a_wait_left_out_is_missed(programs, job):
+    status, output = programs.result(job)
+    assert status != 0, f"{job.name} does not miss it:\n{output}"
 
 
 # ---- arrays of tests, cuda_arrays.py -----------------------------------------

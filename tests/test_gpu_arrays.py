@@ -10,7 +10,7 @@ import pytest
 import rank_numbers
 import zero_c
 from ranks import RankGroup
-from scenarios import DTYPES, OPTIMIZERS, difference, digest, reference_run, scenario
+from scenarios import DTYPES, OPTIMIZERS, difference, digest, plain_steps, reference_run, scenario
 from test_equivalence import STEPS
 from zero_c import _gpu
 
@@ -60,6 +60,17 @@ def test_nonfinite_gradients_skip_everywhere(groups, n):
              {"rounds": [{}], "loss_scale": 4.0}]
     check(groups(n), [scenario(seed=40, dtypes=DTYPES, steps=steps, stage=stage, skip_nonfinite=True)
                       for stage in (0, 1, 2)])
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["units share memory", "units have memory of their own"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_sharded_parameters(groups, n, share):
+    run = scenario(seed=50 + n, optimizer="amsgrad", steps=plain_steps(3), dtypes=["float32", "float64"])
+    expected = reference_run(run, n)["params"]
+    for schedule in SCHEDULES[:3]:
+        for found in groups(n).run(rank_numbers.sharded_parameters, run, schedule, share, deadline=60):
+            for array, right in zip(found, expected, strict=True):
+                assert array.tobytes() == right.tobytes()
 
 
 # ---- what is missing is said -----------------------------------------------------

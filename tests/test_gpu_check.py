@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import cuda_build
-from ranks import _processes_of_group, _python_path
+from ranks import processes_of_group, python_path
 
 TESTS = Path(__file__).resolve().parent
 BENCHMARKS = TESTS.parent / "benchmarks"
@@ -62,7 +62,7 @@ def run_script(tmp_path, *arguments, deadline=60):
 
 def run_target(tmp_path, function, deadline_s=60, **arguments):
     """The Outcome of a function of this file, run as a check."""
-    path = os.pathsep.join([str(TESTS), str(BENCHMARKS), _python_path()])
+    path = os.pathsep.join([str(TESTS), str(BENCHMARKS), python_path()])
     return gpu_check.run_with_deadline("target", f"test_gpu_check:{function.__name__}", deadline_s, tmp_path,
                                        {"PYTHONPATH": path}, arguments)
 
@@ -80,7 +80,7 @@ def pid_in(path, deadline_s=30):
 def assert_gone(group, deadline_s=10):
     """Nothing lives in a process group that was killed a moment ago."""
     end = time.monotonic() + deadline_s
-    while _processes_of_group(group):
+    while processes_of_group(group):
         assert time.monotonic() < end, f"processes of group {group} are left"
         time.sleep(0.02)
 
@@ -153,7 +153,7 @@ def test_a_signal_ends_everything(tmp_path, number):
                "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
                "gpu_check.CHECKS = [gpu_check.Check('machine', 'test_gpu_check:hang_below', 60, ())]\n"
                "sys.exit(gpu_check.main([]))")
-    path = os.pathsep.join([str(TESTS), str(BENCHMARKS), _python_path()])
+    path = os.pathsep.join([str(TESTS), str(BENCHMARKS), python_path()])
     process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                                stderr=subprocess.DEVNULL,
                                env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)})
@@ -207,7 +207,7 @@ def test_comparison_with_torch_finds_faults(tmp_path, fault, words):
 
 
 def test_two_ranks_compare_on_the_cpu():
-    path = os.pathsep.join([str(BENCHMARKS), _python_path()])
+    path = os.pathsep.join([str(BENCHMARKS), python_path()])
     done = subprocess.run([sys.executable, "-m", "zero_c.launch", "-n", "2", BENCHMARKS / "gpu_check_rank.py", "cpu"],
                           text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           timeout=180, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})

@@ -300,6 +300,13 @@ def test_a_second_optimizer_is_refused(groups):
     check_told(groups(2).run(rank_stage3.second_optimizer, USUAL, deadline=60), ["ShardedOptimizer"])
 
 
+def test_memory_that_cannot_be_shared_is_told_once(groups):
+    """On the CPU it always can be; the other rank says nothing."""
+    told, *others = groups(2).run(rank_stage3.warnings_of_own_memory, USUAL, deadline=60)
+    assert others == [[]]
+    assert len(told) == 1 and re.match("GPU 0.*no virtual memory management.*stage 2", told[0])
+
+
 @pytest.mark.parametrize("setting", [TIGHT, USUAL], ids=str)
 @pytest.mark.parametrize("end", rank_stage3.ENDS)
 def test_memory_returns_when_all_is_dropped(groups, end, setting):

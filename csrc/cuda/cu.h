@@ -7,8 +7,12 @@
  *
  *   CU_LAUNCH(kernel, grid, block, stream, CU_READS(p, bytes) CU_WRITES(q, bytes), arguments...)
  *       launches and evaluates to a cudaError_t; the declared ranges need no
- *       comma between them.  An atomic read-modify-write that commutes with all
- *       others of its launch counts as a write.
+ *       comma between them.  What is written may be read too, and an atomic
+ *       read-modify-write that commutes with all others of its launch counts as
+ *       a write.  Every launch touches the first and the last byte of what it
+ *       declares so; CU_MAY_READ and CU_MAY_WRITE are for ranges of which the
+ *       data decide how much is touched.  A build that watches kernels proves
+ *       all this (tests/cuda_emulation/emu_watch.cc).
  *   CU_HOST_READ(p, bytes), CU_HOST_WRITE(p, bytes)
  *       before the host touches pinned memory that the device also touches.
  *
@@ -29,6 +33,8 @@
 #include <cuda_runtime.h>
 #define CU_READS(p, bytes)
 #define CU_WRITES(p, bytes)
+#define CU_MAY_READ(p, bytes)
+#define CU_MAY_WRITE(p, bytes)
 #define CU_LAUNCH(kernel, grid, block, stream, accesses, ...) \
     ((kernel)<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__), cudaPeekAtLastError())
 #endif

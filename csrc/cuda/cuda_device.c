@@ -34,7 +34,7 @@ typedef struct cuda_options {
 
 typedef struct cuda_device {
     zc_device device;
-    device_ops ops; /* with this GPU's slot_step_bytes */
+    device_ops ops; /* with this GPU's slots */
     int ordinal;
     pthread_mutex_t lock, download_lock;
     cuda_memory memory;
@@ -62,62 +62,67 @@ static void use_stream(cuda_device *cuda, cudaStream_t stream)
 }
 
 /* Every operation on a stream lies between these two. */
-static zc_status begin(zc_device *device, zc_stream *stream, int *previous)
+static zc_status begin(zc_device *device, zc_stream *stream, CUcontext *previous)
 {
     ZC_TRY(cuda_enter(of(device)->ordinal, previous));
     use_stream(of(device), cuda_stream(stream));
     return ZC_OK;
 }
 
-static zc_status end(zc_device *device, int previous, cudaError_t error, const char *function)
+static zc_status end(zc_device *device, CUcontext previous, cudaError_t error, const char *function)
 {
     zc_status status = error == cudaSuccess ? ZC_OK : cuda_fail(error, of(device)->ordinal, function);
-    cuda_leave(of(device)->ordinal, previous);
+    cuda_leave(previous);
     return status;
 }
 
 /* The rest of an operation that is one call. */
 #define ENQUEUE(device, stream, function, ...)                                   \
     do {                                                                         \
-        int previous;                                                            \
+        CUcontext previous;                                                      \
         ZC_TRY(begin((device), (stream), &previous));                            \
         return end((device), previous, function(__VA_ARGS__), #function);        \
     } while (0)
 
 /* ---- memory -------------------------------------------------------------------- */
 
-static zc_status device_alloc(zc_device *device, size_t bytes, void **out)
+#define ADVICE "use a higher stage, more GPUs or a smaller batch, or look for other programs on this GPU"
+
+static zc_status alloc(cuda_device *cuda, size_t bytes, const char *advice, void **out)
 {
-    cuda_device *cuda = of(device);
-    int previous;
+    CUcontext previous;
     *out = NULL;
-    if (bytes == 0)
-        return ZC_OK;
     ZC_TRY(cuda_enter(cuda->ordinal, &previous));
     pthread_mutex_lock(&cuda->lock);
-    zc_status status = cuda_memory_alloc(&cuda->memory, bytes, out);
+    zc_status status = cuda_memory_alloc(&cuda->memory, bytes, advice, out);
     pthread_mutex_unlock(&cuda->lock);
-    cuda_leave(cuda->ordinal, previous);
+    cuda_leave(previous);
     return status;
+}
+
+static zc_status device_alloc(zc_device *device, size_t bytes, void **out)
+{
+    *out = NULL;
+    return bytes ? alloc(of(device), bytes, ADVICE, out) : ZC_OK;
 }
 
 static void device_free(zc_device *device, void *memory, size_t bytes)
 {
     cuda_device *cuda = of(device);
-    int previous;
+    CUcontext previous;
     (void)bytes;
     zc_status status = cuda_enter(cuda->ordinal, &previous);
     pthread_mutex_lock(&cuda->lock);
     cuda_memory_free(&cuda->memory, memory);
     pthread_mutex_unlock(&cuda->lock);
     if (status == ZC_OK)
-        cuda_leave(cuda->ordinal, previous);
+        cuda_leave(previous);
 }
 
 static zc_status device_slot_alloc(zc_device *device, size_t bytes, device_slot *out)
 {
     cuda_device *cuda = of(device);
-    int previous;
+    CUcontext previous;
     memset(out, 0, sizeof *out);
     ZC_TRY(cuda_enter(cuda->ordinal, &previous));
     pthread_mutex_lock(&cuda->lock);
@@ -127,17 +132,17 @@ static zc_status device_slot_alloc(zc_device *device, size_t bytes, device_slot 
     if (status != ZC_OK)
         cuda_slots_free(&cuda->slots, out);
     pthread_mutex_unlock(&cuda->lock);
-    cuda_leave(cuda->ordinal, previous);
+    cuda_leave(previous);
     return status;
 }
 
 static zc_status device_slot_map(zc_device *device, const device_slot *slot, size_t bytes, void **out)
 {
-    int previous;
+    CUcontext previous;
     *out = NULL;
     ZC_TRY(cuda_enter(of(device)->ordinal, &previous));
     zc_status status = cuda_slots_map(&of(device)->slots, slot, bytes, out);
-    cuda_leave(of(device)->ordinal, previous);
+    cuda_leave(previous);
     return status;
 }
 
@@ -149,6 +154,42 @@ static void device_slot_unmap(zc_device *device, void *memory, size_t bytes)
 static void device_slot_free(zc_device *device, device_slot *slot)
 {
     cuda_slots_free(&of(device)->slots, slot);
+}
+
+/*
+ * Slots of a GPU without virtual memory management (or under a virtualisation
+ * without it): ordinary memory, which has one address.
+ */
+#define PLAIN_SLOT_STEP_BYTES 512u
+
+static zc_status device_plain_slot_alloc(zc_device *device, size_t bytes, device_slot *out)
+{
+    memset(out, 0, sizeof *out);
+    ZC_TRY(alloc(of(device), bytes, "it was to hold a unit of stage 3: each has memory of its own here, because this GPU, "
+                 "or its virtualisation, has no virtual memory management; use one that has, or look for other programs "
+                 "on this GPU", &out->base));
+    out->bytes = bytes;
+    return ZC_OK;
+}
+
+static void device_plain_slot_free(zc_device *device, device_slot *slot)
+{
+    device_free(device, slot->base, slot->bytes);
+    memset(slot, 0, sizeof *slot);
+}
+
+static void choose_slots(cuda_device *cuda)
+{
+    device_ops *ops = &cuda->ops;
+    if (cuda->slots.supported) {
+        ops->slot_step_bytes = cuda->slots.step_bytes;
+        return;
+    }
+    ops->slot_step_bytes = PLAIN_SLOT_STEP_BYTES;
+    ops->slot_alloc = device_plain_slot_alloc;
+    ops->slot_free = device_plain_slot_free;
+    ops->slot_map = NULL;
+    ops->slot_unmap = NULL;
 }
 
 /* ---- moving bytes --------------------------------------------------------------- */
@@ -186,24 +227,24 @@ static zc_status device_pack(zc_device *device, zc_stream *stream, void *to, con
 static zc_status device_upload(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes)
 {
     cuda_device *cuda = of(device);
-    int previous;
+    CUcontext previous;
     ZC_TRY(begin(device, stream, &previous));
     pthread_mutex_lock(&cuda->lock);
     zc_status status = cuda_staging_upload(&cuda->upload, cuda_stream(stream), to, from, bytes);
     pthread_mutex_unlock(&cuda->lock);
-    cuda_leave(cuda->ordinal, previous);
+    cuda_leave(previous);
     return status;
 }
 
 static zc_status device_download(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes)
 {
     cuda_device *cuda = of(device);
-    int previous;
+    CUcontext previous;
     ZC_TRY(begin(device, stream, &previous));
     pthread_mutex_lock(&cuda->download_lock);
     zc_status status = cuda_staging_download(&cuda->download, cuda_stream(stream), to, from, bytes);
     pthread_mutex_unlock(&cuda->download_lock);
-    cuda_leave(cuda->ordinal, previous);
+    cuda_leave(previous);
     return status;
 }
 
@@ -259,7 +300,7 @@ static zc_status reserve_options(cuda_device *cuda, size_t groups)
     if (!last)
         return zc_fail(ZC_ENOMEM, "no memory for the options of %zu groups", groups);
     options->last = last;
-    ZC_TRY(cuda_memory_alloc(&cuda->memory, groups * sizeof *options->memory, &memory));
+    ZC_TRY(cuda_memory_alloc(&cuda->memory, groups * sizeof *options->memory, ADVICE, &memory));
     cuda_memory_free(&cuda->memory, options->memory);
     options->memory = memory;
     options->room = groups;
@@ -301,12 +342,12 @@ static zc_status step_locked(cuda_device *cuda, cudaStream_t stream, const devic
 static zc_status device_step_scalars(zc_device *device, zc_stream *stream, const device_step_args *args)
 {
     cuda_device *cuda = of(device);
-    int previous;
+    CUcontext previous;
     ZC_TRY(begin(device, stream, &previous));
     pthread_mutex_lock(&cuda->lock);
     zc_status status = step_locked(cuda, cuda_stream(stream), args);
     pthread_mutex_unlock(&cuda->lock);
-    cuda_leave(cuda->ordinal, previous);
+    cuda_leave(previous);
     return status;
 }
 
@@ -315,7 +356,7 @@ static zc_status device_step_scalars(zc_device *device, zc_stream *stream, const
 static zc_status device_synchronize(zc_device *device, zc_stream *stream)
 {
     cuda_device *cuda = of(device);
-    int previous;
+    CUcontext previous;
     ZC_TRY(begin(device, stream, &previous));
     cudaError_t error = cudaStreamSynchronize(cuda_stream(stream));
     if (error == cudaSuccess) {
@@ -336,13 +377,13 @@ static zc_status order_streams(cuda_device *cuda, cudaStream_t before, cudaStrea
 static zc_status device_order(zc_device *device, zc_stream *before, zc_stream *after)
 {
     cuda_device *cuda = of(device);
-    int previous;
+    CUcontext previous;
     ZC_TRY(begin(device, before, &previous));
     use_stream(cuda, cuda_stream(after));
     pthread_mutex_lock(&cuda->lock);
     zc_status status = order_streams(cuda, cuda_stream(before), cuda_stream(after));
     pthread_mutex_unlock(&cuda->lock);
-    cuda_leave(cuda->ordinal, previous);
+    cuda_leave(previous);
     return status;
 }
 
@@ -365,11 +406,11 @@ static void close_device(cuda_device *cuda)
 
 static void device_destroy(zc_device *device)
 {
-    int previous, ordinal = of(device)->ordinal;
-    zc_status status = cuda_enter(ordinal, &previous);
+    CUcontext previous;
+    zc_status status = cuda_enter(of(device)->ordinal, &previous);
     close_device(of(device));
     if (status == ZC_OK)
-        cuda_leave(ordinal, previous);
+        cuda_leave(previous);
 }
 
 static const device_ops cuda_ops = {
@@ -406,14 +447,14 @@ static zc_status open_device(cuda_device *cuda)
     CUDA_TRY(cuda->ordinal, cudaEventCreateWithFlags, &cuda->options.used, cudaEventDisableTiming);
     CUDA_TRY(cuda->ordinal, cudaEventCreateWithFlags, &cuda->ordered, cudaEventDisableTiming);
     cuda->ops = cuda_ops;
-    cuda->ops.slot_step_bytes = cuda->slots.step_bytes;
+    choose_slots(cuda);
     cuda->device.ops = &cuda->ops;
     return ZC_OK;
 }
 
 zc_status cuda_device_create(int ordinal, zc_device **out)
 {
-    int previous;
+    CUcontext previous;
     *out = NULL;
     ZC_TRY(cuda_probe_gpu(ordinal));
     ZC_TRY(cuda_enter(ordinal, &previous));
@@ -427,7 +468,7 @@ zc_status cuda_device_create(int ordinal, zc_device **out)
     }
     if (cuda && status != ZC_OK)
         close_device(cuda);
-    cuda_leave(ordinal, previous);
+    cuda_leave(previous);
     if (status == ZC_OK)
         *out = &cuda->device;
     return status;

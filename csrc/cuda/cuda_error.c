@@ -4,6 +4,7 @@
  */
 #include "cuda_error.h"
 
+#include <pthread.h>
 #include <stddef.h>
 #include <string.h>
 
@@ -87,18 +88,43 @@ zc_status cuda_driver_open(int ordinal, cuda_driver *out)
     return ZC_OK;
 }
 
-zc_status cuda_enter(int ordinal, int *previous)
+/* ---- the current GPU --------------------------------------------------------- */
+
+/* The driver's functions for the context that a thread has; found once in a process. */
+static struct {
+    pthread_mutex_t lock;
+    int found;
+    __typeof__(cuCtxGetCurrent) *get;
+    __typeof__(cuCtxSetCurrent) *set;
+} contexts = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static zc_status find_contexts(int ordinal)
 {
-    *previous = ordinal;
+    if (__atomic_load_n(&contexts.found, __ATOMIC_ACQUIRE))
+        return ZC_OK;
+    pthread_mutex_lock(&contexts.lock);
+    zc_status status = find_function(ordinal, "cuCtxGetCurrent", &contexts.get);
+    if (status == ZC_OK)
+        status = find_function(ordinal, "cuCtxSetCurrent", &contexts.set);
+    if (status == ZC_OK)
+        __atomic_store_n(&contexts.found, 1, __ATOMIC_RELEASE);
+    pthread_mutex_unlock(&contexts.lock);
+    return status;
+}
+
+zc_status cuda_enter(int ordinal, CUcontext *previous)
+{
+    *previous = NULL;
     cudaGetLastError();
-    CUDA_TRY(ordinal, cudaGetDevice, previous);
-    if (*previous != ordinal)
-        CUDA_TRY(ordinal, cudaSetDevice, ordinal);
+    ZC_TRY(find_contexts(ordinal));
+    CUresult result = contexts.get(previous);
+    if (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_INITIALIZED) /* that is: nobody has a context yet */
+        return zc_fail(ZC_ESYSTEM, "cuCtxGetCurrent, to use GPU %d: error %d of the driver", ordinal, (int)result);
+    CUDA_TRY(ordinal, cudaSetDevice, ordinal);
     return ZC_OK;
 }
 
-void cuda_leave(int ordinal, int previous)
+void cuda_leave(CUcontext previous)
 {
-    if (previous != ordinal)
-        cudaSetDevice(previous);
+    contexts.set(previous);
 }

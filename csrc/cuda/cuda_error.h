@@ -64,10 +64,13 @@ zc_status cuda_no_room(int ordinal, size_t bytes, const char *advice);
 
 /*
  * Makes GPU `ordinal` this thread's current one until cuda_leave, which needs
- * *previous.  Errors of earlier calls that did not matter are forgotten here,
+ * *previous.  It is the driver that is asked for it and that gives it back: a
+ * thread that had no context has none afterwards, whereas the runtime would say
+ * that GPU 0 was current, and would make a context there, some hundred MB, to
+ * return to it.  Errors of earlier calls that did not matter are forgotten here,
  * too, so that no launch is blamed for them.
  */
-zc_status cuda_enter(int ordinal, int *previous);
-void cuda_leave(int ordinal, int previous);
+zc_status cuda_enter(int ordinal, CUcontext *previous);
+void cuda_leave(CUcontext previous);
 
 #endif

@@ -167,7 +167,7 @@ zc_status cuda_memory_zero(cuda_memory *memory, void *to, size_t bytes)
     return cuda_fail(error, memory->ordinal, "cudaStreamSynchronize");
 }
 
-static zc_status fill_block(cuda_memory *memory, cuda_block *block, size_t bytes)
+static zc_status fill_block(cuda_memory *memory, cuda_block *block, size_t bytes, const char *advice)
 {
     CUDA_TRY(memory->ordinal, cudaEventCreateWithFlags, &block->passed, cudaEventDisableTiming);
     cudaError_t error = cudaMalloc(&block->memory, bytes);
@@ -179,21 +179,20 @@ static zc_status fill_block(cuda_memory *memory, cuda_block *block, size_t bytes
     if (error != cudaSuccess)
         block->memory = NULL;
     if (error == cudaErrorMemoryAllocation)
-        return cuda_no_room(memory->ordinal, bytes, "use a higher stage, more GPUs or a smaller batch, or look for "
-                            "other programs on this GPU");
+        return cuda_no_room(memory->ordinal, bytes, advice);
     if (error != cudaSuccess)
         return cuda_fail(error, memory->ordinal, "cudaMalloc");
     return cuda_memory_zero(memory, block->memory, bytes);
 }
 
-zc_status cuda_memory_alloc(cuda_memory *memory, size_t bytes, void **out)
+zc_status cuda_memory_alloc(cuda_memory *memory, size_t bytes, const char *advice, void **out)
 {
     *out = NULL;
     cuda_memory_tidy(memory);
     cuda_block *block = zc_calloc(1, sizeof *block);
     if (!block)
         return zc_fail(ZC_ENOMEM, "no memory to note an allocation of %zu bytes on GPU %d", bytes, memory->ordinal);
-    zc_status status = fill_block(memory, block, bytes);
+    zc_status status = fill_block(memory, block, bytes, advice);
     if (status != ZC_OK) {
         discard(block);
         return status;

@@ -48,8 +48,8 @@ void cuda_memory_close(cuda_memory *memory);
 void cuda_memory_use_stream(cuda_memory *memory, cudaStream_t stream);
 void cuda_memory_forget_stream(cuda_memory *memory, cudaStream_t stream);
 
-/* Zero-filled; blocks. bytes > 0. */
-zc_status cuda_memory_alloc(cuda_memory *memory, size_t bytes, void **out);
+/* Zero-filled; blocks. bytes > 0. `advice` says what to do if there is no room. */
+zc_status cuda_memory_alloc(cuda_memory *memory, size_t bytes, const char *advice, void **out);
 zc_status cuda_memory_zero(cuda_memory *memory, void *to, size_t bytes);
 void cuda_memory_free(cuda_memory *memory, void *block);
 /* Gives buried memory back if nothing runs that this would have to wait for. */

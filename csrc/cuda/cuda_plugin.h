@@ -20,7 +20,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ZC_CUDA_PLUGIN_ABI 1u
+#define ZC_CUDA_PLUGIN_ABI 2u
 
 /* The core's: the last sentence of a thread is kept there, and faults are counted there. */
 typedef struct zc_cuda_host {
@@ -33,7 +33,7 @@ typedef struct zc_cuda_host {
 
 typedef struct zc_cuda_gpu {
     int sm;    /* compute capability: 90 is 9.0 */
-    int slots; /* has virtual memory management, which stage 3 needs */
+    int slots; /* has virtual memory management: units of stage 3 share the memory of few slots */
 } zc_cuda_gpu;
 
 #define ZC_CUDA_MAX_GPUS 64

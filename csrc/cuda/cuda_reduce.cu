@@ -95,7 +95,7 @@ static cudaError_t reduce(cudaStream_t stream, void *to, const cuda_operands *in
                      CU_READS(own_at, own_at ? bytes : 0)
                      CU_READS(to, accumulate ? count * sizeof(sum) : 0)
                      CU_WRITES(to, count * sizeof(sum))
-                     CU_WRITES(flags, flags ? sizeof *flags : 0),
+                     CU_MAY_WRITE(flags, flags ? sizeof *flags : 0),
                      args);
 }
 

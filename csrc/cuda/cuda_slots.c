@@ -6,8 +6,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#define USUAL_STEP_BYTES ((size_t)2 << 20)
-
 static zc_status attribute(const cuda_slots *slots, CUdevice_attribute which, int *out)
 {
     CUdevice device;
@@ -21,7 +19,6 @@ zc_status cuda_slots_open(cuda_slots *slots, int ordinal)
     int exportable, rdma;
     memset(slots, 0, sizeof *slots);
     slots->ordinal = ordinal;
-    slots->step_bytes = USUAL_STEP_BYTES;
     ZC_TRY(cuda_driver_open(ordinal, &slots->driver));
     ZC_TRY(attribute(slots, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, &slots->supported));
     if (!slots->supported)
@@ -89,9 +86,6 @@ zc_status cuda_slots_alloc(cuda_slots *slots, size_t bytes, device_slot *out)
 {
     CUmemGenericAllocationHandle handle;
     memset(out, 0, sizeof *out);
-    if (!slots->supported)
-        return zc_fail(ZC_EINVAL, "stage 3 needs virtual memory management, which GPU %d (or its virtualisation) does "
-                       "not offer; stages 0, 1 and 2 work there", slots->ordinal);
     CUresult result = create(slots, bytes, &handle);
     if (result == CUDA_ERROR_OUT_OF_MEMORY)
         return cuda_no_room(slots->ordinal, bytes, "it was to hold units of stage 3: use smaller units, a smaller "

@@ -26,7 +26,7 @@ typedef struct cuda_slots {
     CUmemAllocationProp properties;
 } cuda_slots;
 
-/* Succeeds on a GPU without virtual memory management too; then slots cannot be allocated. */
+/* Succeeds on a GPU without virtual memory management too; then `supported` is 0, and nothing else may be called. */
 zc_status cuda_slots_open(cuda_slots *slots, int ordinal);
 
 /* Not zero-filled. */

@@ -6,6 +6,8 @@
 
 #include "device_step.h"
 
+#include <stddef.h>
+
 typedef unsigned long long word;
 static_assert(sizeof(word) == sizeof(uint64_t), "atomicAdd takes this type of 64 bits");
 
@@ -20,6 +22,8 @@ static_assert(sizeof(word) == sizeof(uint64_t), "atomicAdd takes this type of 64
  */
 #define SQUARES_BLOCK 64u
 #define SQUARES_LANES 8u
+#define SQUARES_WORDS 66u /* what finite sums have digits for (optim_sum_split); at most OPTIM_SUM_WORDS */
+static_assert(SQUARES_WORDS <= OPTIM_SUM_WORDS, "the words of a sum");
 
 /*
  * A sum's digits wait in registers while blocks keep adding to the same words,
@@ -114,8 +118,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS, 4)
 squares_kernel(word *to, uint32_t *flags, const T *from, size_t count, int aligned)
 {
     constexpr unsigned N = VECTOR_BYTES / sizeof(T), THREADS = SQUARES_LANES / N;
-    __shared__ word words[OPTIM_SUM_WORDS];
-    for (unsigned i = threadIdx.x; i < OPTIM_SUM_WORDS; i += BLOCK_THREADS)
+    __shared__ word words[SQUARES_WORDS];
+    for (unsigned i = threadIdx.x; i < SQUARES_WORDS; i += BLOCK_THREADS)
         words[i] = 0;
     __syncthreads();
 
@@ -141,7 +145,7 @@ squares_kernel(word *to, uint32_t *flags, const T *from, size_t count, int align
         atomicOr(flags, found);
 
     __syncthreads();
-    for (unsigned i = threadIdx.x; i < OPTIM_SUM_WORDS; i += BLOCK_THREADS)
+    for (unsigned i = threadIdx.x; i < SQUARES_WORDS; i += BLOCK_THREADS)
         if (words[i])
             atomicAdd(&to[i], words[i]);
 }
@@ -156,8 +160,9 @@ static cudaError_t sum_squares(cudaStream_t stream, device_stats *stats, uint32_
     if (error != cudaSuccess)
         return error;
     return CU_LAUNCH(squares_kernel<T>, blocks, BLOCK_THREADS, stream,
-                     CU_READS(grad, count * sizeof(T)) CU_WRITES(stats->sum_squares, sizeof stats->sum_squares)
-                     CU_WRITES(flags, sizeof *flags),
+                     CU_READS(grad, count * sizeof(T))
+                     CU_MAY_WRITE(stats->sum_squares, SQUARES_WORDS * sizeof(word))
+                     CU_MAY_WRITE(flags, sizeof *flags),
                      reinterpret_cast<word *>(stats->sum_squares), flags, static_cast<const T *>(grad), count,
                      is_aligned(grad));
 }
@@ -212,9 +217,15 @@ cudaError_t cuda_step_scalars(cudaStream_t stream, const device_step_args *args,
     device_step_args on_device = *args;
     on_device.options = options;
     [[maybe_unused]] size_t stats_bytes = sizeof *args->stats + (args->segments + 3) / 4 * sizeof *args->stats->used;
+    /* Behind the last group's options is padding, and of a segment all but its group changes. */
+    [[maybe_unused]] size_t options_bytes = args->groups * sizeof *options - sizeof *options +
+                                            offsetof(optim_options, maximize) + sizeof options->maximize;
+    [[maybe_unused]] size_t segment_bytes = args->segments * sizeof *args->segment;
+    [[maybe_unused]] size_t group_bytes = offsetof(device_segment, has_momentum);
     return CU_LAUNCH(step_scalars_kernel, 1, BLOCK_THREADS, stream,
-                     CU_READS(args->stats, stats_bytes) CU_READS(options, args->groups * sizeof *options)
-                     CU_WRITES(args->segment, args->segments * sizeof *args->segment)
+                     CU_MAY_READ(args->stats, stats_bytes) CU_MAY_READ(options, options_bytes)
+                     CU_MAY_READ(args->segment, segment_bytes)
+                     CU_MAY_WRITE(&args->segment->has_momentum, segment_bytes ? segment_bytes - group_bytes : 0)
                      CU_WRITES(args->scalars, args->segments * sizeof *args->scalars)
                      CU_WRITES(args->result, sizeof *args->result),
                      on_device);

@@ -196,16 +196,15 @@ static cudaError_t update(cudaStream_t stream, const device_update_args &args)
     if (error != cudaSuccess)
         return error;
     auto kernel = update_kernel<RULE, DTYPE>;
-    /* How many scalars there are is known to the spans only; step_scalars writes all at once. */
     return CU_LAUNCH(kernel, blocks, BLOCK_THREADS, stream,
                      CU_READS(args.spans, args.span_count * sizeof *args.spans)
-                     CU_READS(args.scalars, sizeof *args.scalars)
-                     CU_READS(args.grad, state_bytes)
-                     CU_WRITES(args.param, param_bytes)
-                     CU_WRITES(args.master, master_bytes)
-                     CU_WRITES(args.m, args.m ? state_bytes : 0)
-                     CU_WRITES(args.v, args.v ? state_bytes : 0)
-                     CU_WRITES(args.vmax, args.vmax ? state_bytes : 0),
+                     CU_MAY_READ(args.scalars, args.segments * sizeof *args.scalars)
+                     CU_MAY_READ(args.grad, state_bytes)
+                     CU_MAY_WRITE(args.param, param_bytes)
+                     CU_MAY_WRITE(args.master, master_bytes)
+                     CU_MAY_WRITE(args.m, args.m ? state_bytes : 0)
+                     CU_MAY_WRITE(args.v, args.v ? state_bytes : 0)
+                     CU_MAY_WRITE(args.vmax, args.vmax ? state_bytes : 0),
                      args, aligned);
 }
 

@@ -144,13 +144,13 @@ static void release(nccl_comm *comm)
 static void free_channel(nccl_channel *channel)
 {
     nccl_comm *comm = nccl_of(channel->public.comm);
-    int previous;
+    CUcontext previous;
     zc_status status = cuda_enter(comm->ordinal, &previous);
     for (uint32_t t = 0; channel->tag && t < channel->tags; t++)
         if (channel->tag[t].done)
             cudaEventDestroy(channel->tag[t].done);
     if (status == ZC_OK)
-        cuda_leave(comm->ordinal, previous);
+        cuda_leave(previous);
     zc_free(channel->tag);
     zc_free(channel);
 }
@@ -192,14 +192,14 @@ static zc_status channel_open(zc_comm *public, const char *name, uint32_t tags, 
 static void end_operations(nccl_channel *channel)
 {
     nccl_comm *comm = nccl_of(channel->public.comm);
-    int previous;
+    CUcontext previous;
     if (cuda_enter(comm->ordinal, &previous) != ZC_OK)
         return;
     for (uint32_t t = 0; t < channel->tags; t++)
         while (channel->tag[t].done && cudaEventQuery(channel->tag[t].done) == cudaErrorNotReady)
             nanosleep(&(struct timespec){.tv_nsec = POLL_NS}, NULL);
     cudaGetLastError(); /* "not ready" counts as an error, which the next launch would be blamed for */
-    cuda_leave(comm->ordinal, previous);
+    cuda_leave(previous);
 }
 
 static void channel_close(comm_channel *public)
@@ -435,14 +435,14 @@ static void close_lane(nccl_comm *comm, nccl_lane *lane, int finish)
 /* Channels that are still open make every call on them fail from now on. */
 static void destroy(nccl_comm *comm)
 {
-    int previous;
+    CUcontext previous;
     zc_status status = cuda_enter(comm->ordinal, &previous);
     int finish = let_end(comm);
     nccl_watch_stop(comm);
     for (int k = 0; k < NCCL_LANES; k++)
         close_lane(comm, &comm->lane[k], finish && !comm->aborted);
     if (status == ZC_OK)
-        cuda_leave(comm->ordinal, previous);
+        cuda_leave(previous);
     comm_region_free(comm->board);
     comm_channel_close(comm->host_channel);
     comm_close(comm->host);
@@ -498,7 +498,7 @@ static nccl_comm *new_comm(const nccl_comm_config *config, size_t name)
 
 static zc_status create(const nccl_comm_config *config, size_t name, zc_comm **out)
 {
-    int previous;
+    CUcontext previous;
     *out = NULL;
     nccl_comm *comm = new_comm(config, name);
     if (!comm) {
@@ -513,7 +513,7 @@ static zc_status create(const nccl_comm_config *config, size_t name, zc_comm **o
         status = comm_region_alloc(comm->host_channel, sizeof(nccl_board), 0, &comm->board);
     if (status == ZC_OK && comm->public.ranks > 1 && (status = cuda_enter(comm->ordinal, &previous)) == ZC_OK) {
         status = start(comm, config->wheel);
-        cuda_leave(comm->ordinal, previous);
+        cuda_leave(previous);
     }
     if (status != ZC_OK) {
         char why[1024];

@@ -20,7 +20,8 @@ typedef struct posting {
     int lane_number;
     uint32_t tag;
     const char *what;
-    int entered, previous; /* the GPU that was current */
+    int entered;
+    CUcontext previous; /* what was current, if entered */
 } posting;
 
 static cudaStream_t cuda_stream(zc_stream *stream)
@@ -75,7 +76,7 @@ static zc_status finish(posting *p, zc_status status, comm_ticket *ticket)
     }
     pthread_mutex_unlock(&comm->lock);
     if (p->entered)
-        cuda_leave(comm->ordinal, p->previous);
+        cuda_leave(p->previous);
     return status;
 }
 
@@ -230,12 +231,12 @@ static zc_status reduce_alone(nccl_comm *comm, zc_stream *stream, const comm_red
 {
     const void *from = args->zero ? NULL : args->own ? args->own : (char *)args->region->base + args->offset_bytes;
     cuda_operands in = {.base = from, .ranks = 1, .own = 0, .own_at = from};
-    int previous;
+    CUcontext previous;
     ZC_TRY(comm_progress(comm->host));
     ZC_TRY(cuda_enter(comm->ordinal, &previous));
     cudaError_t error = cuda_reduce(cuda_stream(stream), args->to, &in, args->count, args->dtype, args->accumulate,
                                     args->flags);
-    cuda_leave(comm->ordinal, previous);
+    cuda_leave(previous);
     return error == cudaSuccess ? ZC_OK : cuda_fail(error, comm->ordinal, "cudaLaunchKernel");
 }
 
@@ -324,14 +325,14 @@ zc_status nccl_wait(comm_channel *channel, comm_ticket ticket, zc_stream *stream
 {
     nccl_comm *comm = nccl_of(channel->comm);
     uint32_t tag = (uint32_t)ticket & ((1u << NCCL_TAG_BITS) - 1);
-    int previous;
+    CUcontext previous;
     ZC_TRY(comm_progress(comm->host));
     ZC_TRY(cuda_enter(comm->ordinal, &previous));
     pthread_mutex_lock(&comm->lock);
     zc_status status = comm->aborted ? ended(comm, "a wait")
                                      : wait_on_stream(comm, nccl_channel_of(channel)->tag[tag].done, stream);
     pthread_mutex_unlock(&comm->lock);
-    cuda_leave(comm->ordinal, previous);
+    cuda_leave(previous);
     return status;
 }
 
@@ -340,14 +341,14 @@ zc_status nccl_test(comm_channel *channel, comm_ticket ticket, zc_stream *stream
 {
     nccl_comm *comm = nccl_of(channel->comm);
     uint32_t tag = (uint32_t)ticket & ((1u << NCCL_TAG_BITS) - 1);
-    int previous;
+    CUcontext previous;
     (void)stream;
     ZC_TRY(comm_progress(comm->host));
     ZC_TRY(cuda_enter(comm->ordinal, &previous));
     cudaError_t state = cudaEventQuery(nccl_channel_of(channel)->tag[tag].done);
     if (state == cudaErrorNotReady)
         cudaGetLastError(); /* it counts as an error, which the next launch would be blamed for */
-    cuda_leave(comm->ordinal, previous);
+    cuda_leave(previous);
     *done = state == cudaSuccess;
     return *done || state == cudaErrorNotReady ? ZC_OK : cuda_fail(state, comm->ordinal, "cudaEventQuery");
 }

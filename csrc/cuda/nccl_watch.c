@@ -111,7 +111,7 @@ static void look(nccl_comm *comm, int number)
 static zc_status begin_watch(const nccl_comm *comm)
 {
     enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    int previous;
+    CUcontext previous;
     ZC_TRY(cuda_enter(comm->ordinal, &previous));
     /* A look must not end a capture that goes on in another thread. */
     CUDA_TRY(comm->ordinal, cudaThreadExchangeStreamCaptureMode, &mode);

@@ -47,6 +47,7 @@ typedef struct defer_item {
 
 typedef struct defer_device {
     zc_device head;
+    device_ops ops;
     zc_device *under;
     defer_item *items;
     size_t count, room;
@@ -400,6 +401,8 @@ static const device_ops defer_device_ops = {
     .download = defer_download, .synchronize = defer_synchronize, .order = defer_order, .destroy = defer_destroy,
 };
 
+static int defer_own_slots; /* devices that are made from now on have slots of one address */
+
 /* ---- the communicator ------------------------------------------------------ */
 
 #define DEFER_COMM(c) ((defer_comm *)(void *)(c))
@@ -587,7 +590,12 @@ static inline void defer_wrap(zc_comm *under, zc_comm **comm, zc_device **device
     c->head.ops = &defer_comm_ops;
     c->under = under;
     c->device = d;
-    d->head.ops = &defer_device_ops;
+    d->ops = defer_device_ops;
+    if (defer_own_slots) {
+        d->ops.slot_map = NULL;
+        d->ops.slot_unmap = NULL;
+    }
+    d->head.ops = &d->ops;
     cpu_device_create(1, &d->under);
     pthread_mutex_init(&d->mutex, NULL);
     pthread_cond_init(&d->change, NULL);

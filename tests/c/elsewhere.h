@@ -1,12 +1,16 @@
 /*
  * The device and communicator on which an engine runs that is not on the CPU's
  * own: the deferring pair, or, with ON_CUDA, a GPU of the emulated CUDA and NCCL.
- * Host memory of a test goes there with elsewhere_put, which takes it over.
+ * Host memory of a test goes there with elsewhere_put, which takes it over.  With
+ * elsewhere_own_slots devices cannot give memory several addresses, from the next
+ * elsewhere_begin on.
  */
 #ifndef ELSEWHERE_H
 #define ELSEWHERE_H
 
 #include "testing.h"
+
+static int elsewhere_own_slots;
 
 #if defined(ON_CUDA)
 
@@ -22,6 +26,7 @@ static uint64_t elsewhere_seed = 1;
 static inline void elsewhere_begin(void)
 {
     static const int eager[] = {0, 3, -1};
+    emu_set_attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, !elsewhere_own_slots);
     emu_reset(elsewhere_seed, eager[elsewhere_seed % 3], 1);
     elsewhere_seed++;
 }
@@ -86,6 +91,7 @@ static inline void elsewhere_free(zc_device *device, char *there, size_t bytes)
 
 static inline void elsewhere_begin(void)
 {
+    defer_own_slots = elsewhere_own_slots;
 }
 
 static inline void elsewhere_end(void)

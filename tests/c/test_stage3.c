@@ -3,6 +3,7 @@
  * after every step, whatever the units, slots and guesses; and its promises on
  * addresses, errors, traffic and memory.  On the deferring pair the gathers are
  * collective, and what a unit's user would read is copied by the device itself.
+ * All of it once more where memory has one address only.
  */
 #include "comm.h"
 #include "elsewhere.h"
@@ -814,6 +815,7 @@ static void addresses_body(blocks *b)
         CHECK_EQ(zc_engine_unit_generation(e, u), 0);
         CHECK_EQ(zc_engine_unit_user(e, u), ZC_NO_UNIT);
     }
+    CHECK(zc_engine_units_share(e));
     volatile char sink = at1[0]; /* readable at any time */
     (void)sink;
     CHECK_OK(zc_engine_acquire(e, 1, 0));
@@ -1111,7 +1113,7 @@ static void collective_gathers_agree(void)
 /* A training step in plain order: forward gathers all, backward all but those that are still there. */
 static void traffic_body(blocks *b)
 {
-    size_t slots = b->slots < b->count ? b->slots : b->count, expected = 2 * b->count - slots + (b->root != 0);
+    size_t slots = b->slots < b->count && !elsewhere_own_slots ? b->slots : b->count, expected = 2 * b->count - slots + (b->root != 0);
     size_t align = 64 * b->ranks, block = (1000 + align - 1) / align * align, root = (100 + align - 1) / align * align;
     zc_traffic traffic;
     zc_engine_traffic(b->engine, &traffic);
@@ -1148,7 +1150,8 @@ static void traffic_is_counted(void)
                         b.root = 1;
                         b.slots = slots;
                         b.prefetch = prefetch;
-                        if ((ranks + slots + prefetch) % SPARSE || (defer && ranks == 1))
+                        if ((ranks + slots + prefetch) % SPARSE || (defer && ranks == 1) ||
+                            (elsewhere_own_slots && (!defer || slots > 3)))
                             continue;
                         b.elems[0] = root ? 100 : 0;
                         b.root = root; /* without one: an empty unit that nobody acquires */
@@ -1426,11 +1429,71 @@ static void every_failure_is_reported(void)
     faults(1);
 }
 
+/* ---- memory with one address -------------------------------------------------------------------- */
+
+/* Every unit has memory of its own, and is there, with all others, from its first use to the step. */
+static void own_slots_body(blocks *b)
+{
+    zc_engine *e = b->engine;
+    size_t step_bytes = b->device->ops->slot_step_bytes, all = 0;
+    uint64_t generation[BLOCKS + 1];
+    zc_memory memory;
+    float got[100];
+    CHECK(!zc_engine_units_share(e));
+    CHECK_EQ(e->slot_count, b->count + 1);
+    for (size_t u = 0; u <= b->count; u++) {
+        const device_slot *slot = &e->slots[e->units[u].slot].memory;
+        size_t bytes;
+        CHECK(zc_engine_unit_range(e, u, &bytes) == slot->base && zc_engine_param(e, u) == slot->base);
+        CHECK_EQ(slot->bytes, (bytes + step_bytes - 1) / step_bytes * step_bytes);
+        all += slot->bytes;
+    }
+    zc_engine_memory(e, &memory);
+    CHECK(memory.buffers >= all);
+    gathers(b);
+    for (size_t u = 0; u <= b->count; u++) {
+        CHECK_OK(zc_engine_acquire(e, u, 0));
+        CHECK_OK(b->device->ops->download(b->device, b->stream, got, zc_engine_param(e, u), sizeof got));
+        CHECK(got[99] == (float)(1000 * u + 99));
+        generation[u] = zc_engine_unit_generation(e, u);
+        CHECK_EQ(zc_engine_unit_user(e, u), u);
+    }
+    for (size_t u = 0; u <= b->count; u++)
+        zc_engine_release(e, u);
+    CHECK_EQ(gathers(b), b->count + 1);
+    visit_all(b, 1);
+    CHECK_EQ(gathers(b), 0);
+    for (size_t u = 0; u <= b->count; u++)
+        CHECK_EQ(zc_engine_unit_generation(e, u), generation[u]);
+    CHECK_OK(step(b));
+    for (size_t u = 0; u <= b->count; u++)
+        CHECK_EQ(zc_engine_unit_generation(e, u), 0);
+}
+
+static void memory_with_one_address(void)
+{
+    elsewhere_own_slots = 1;
+    for (size_t ranks = 1; ranks <= 3; ranks++) {
+        blocks b = six;
+        b.defer = 1;
+        with_blocks(ranks, b, own_slots_body);
+    }
+    equals_stage_2_deferred();
+    collective_gathers_agree();
+    traffic_is_counted();
+#if !ELSEWHERE
+    faults(1);
+#endif
+    elsewhere_own_slots = 0;
+    elsewhere_begin();
+}
+
 int main(void)
 {
     RUN(equals_stage_2_deferred);
     RUN(collective_gathers_agree);
     RUN(traffic_is_counted);
+    RUN(memory_with_one_address);
 #if !ELSEWHERE
     RUN(addresses_stay);
     RUN(errors_leave_the_engine_usable);

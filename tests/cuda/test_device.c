@@ -317,7 +317,7 @@ static zc_status step(const shard *s, zc_stream *stream, double lr, size_t group
     ZC_TRY(step_scalars(s, stream, lr, groups));
     device_update_args update = {
         .rule = OPTIM_ADAMW, .param_dtype = ZC_FLOAT32, .spans = s->spans, .span_count = SEGMENTS, .extent = ELEMS,
-        .scalars = s->scalars, .param = s->param, .m = s->m, .v = s->v, .grad = s->sum,
+        .scalars = s->scalars, .segments = SEGMENTS, .param = s->param, .m = s->m, .v = s->v, .grad = s->sum,
     };
     return ops->update(device, stream, &update);
 }
@@ -569,19 +569,32 @@ static void slots_are_one_memory(void)
     free(expected);
 }
 
+/* Without virtual memory management slots are ordinary memory, with one address. */
 static void slots_without_support(void)
 {
+    unsigned char expected[1024] = {0};
     device_slot slot;
-    void *memory;
+    zc_cuda_probe probe;
     emu_set_attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 0);
     emu_reset(1, 0, 1);
+    CHECK_OK(cuda_probe(&probe));
+    CHECK_EQ(probe.gpu[GPU].slots, 0);
     zc_device *device = open_device();
-    CHECK(device->ops->slot_step_bytes > 0);
-    CHECK_EQ(device->ops->slot_alloc(device, device->ops->slot_step_bytes, &slot), ZC_EINVAL);
-    CHECK(slot.base == NULL && says("stage 3") && says("stages 0, 1 and 2 work"));
-    CHECK_OK(device->ops->alloc(device, 100, &memory)); /* the rest does */
-    device->ops->free(device, memory, 100);
-    device->ops->destroy(device);
+    const device_ops *ops = device->ops;
+    CHECK(ops->slot_map == NULL && ops->slot_unmap == NULL && sizeof expected % ops->slot_step_bytes == 0);
+    emu_fail_next("cudaMalloc", 1, cudaErrorMemoryAllocation);
+    CHECK_EQ(ops->slot_alloc(device, 4096, &slot), ZC_ENOMEM);
+    CHECK(slot.base == NULL && says("no room for 4096 bytes") && says("no virtual memory management"));
+    CHECK_OK(ops->slot_alloc(device, sizeof expected, &slot));
+    CHECK_EQ(slot.bytes, sizeof expected);
+    CHECK(is_on_device(device, NULL, slot.base, expected, sizeof expected));
+    CHECK_OK(ops->fill(device, NULL, slot.base, 7, sizeof expected));
+    memset(expected, 7, sizeof expected);
+    CHECK(is_on_device(device, NULL, slot.base, expected, sizeof expected));
+    ops->slot_free(device, &slot);
+    CHECK(slot.base == NULL);
+    ops->slot_free(device, &slot); /* nothing */
+    ops->destroy(device);
     check_clean();
     emu_set_attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1);
 }
@@ -636,6 +649,46 @@ static void the_current_gpu_stays(void)
     CHECK_EQ(cudaSetDevice(0), 0);
 }
 
+/* On a thread that never used CUDA: nothing is current after any call. */
+static void *live_without_context(void *unused)
+{
+    CUcontext current;
+    zc_device *device = open_device();
+    const device_ops *ops = device->ops;
+    uint64_t value = 7;
+    device_slot slot;
+#define STAYS_FREE(call)                                                                  \
+    do {                                                                                  \
+        CHECK_OK(call);                                                                   \
+        current = (CUcontext)(void *)&current;                                            \
+        CHECK(cuCtxGetCurrent(&current) == CUDA_SUCCESS && current == NULL);              \
+    } while (0)
+    STAYS_FREE(ZC_OK);
+    void *memory = on_device(device, NULL, &value, sizeof value);
+    STAYS_FREE(ops->fill(device, NULL, memory, 0, 4));
+    STAYS_FREE(ops->slot_alloc(device, ops->slot_step_bytes, &slot));
+    ops->slot_free(device, &slot);
+    STAYS_FREE(ops->download(device, NULL, &value, memory, sizeof value));
+    ops->free(device, memory, sizeof value);
+    STAYS_FREE(ops->synchronize(device, NULL));
+    ops->destroy(device);
+    STAYS_FREE(ZC_OK);
+#undef STAYS_FREE
+    return unused;
+}
+
+static void no_context_is_made_elsewhere(void)
+{
+    pthread_t thread;
+    emu_reset(1, 0, 1);
+    CHECK_EQ(pthread_create(&thread, NULL, live_without_context, NULL), 0);
+    pthread_join(thread, NULL);
+    CHECK(emu_has_context(GPU));
+    for (int other = 0; other < 8; other++)
+        CHECK_EQ(emu_has_context(other), other == GPU);
+    check_clean();
+}
+
 static void refusals(void)
 {
     zc_device *device = NULL;
@@ -643,6 +696,7 @@ static void refusals(void)
     emu_set_devices(2);
     emu_reset(1, 0, 1);
     CHECK_OK(cuda_probe(&probe));
+    CHECK(!emu_has_context(0) && !emu_has_context(1));
     CHECK(probe.gpus == 2 && probe.driver_version == 13000 && probe.runtime_version >= 13000);
     CHECK(probe.gpu[0].sm == 90 && probe.gpu[1].slots == 1);
     CHECK_EQ(cuda_device_create(2, &device), ZC_EINVAL);
@@ -765,8 +819,8 @@ static void every_cuda_call_fails(void)
         "cudaGetDriverEntryPointByVersion", "cudaStreamCreateWithFlags", "cudaEventCreateWithFlags",
         "cudaMallocHost", "cudaMalloc", "cudaMemsetAsync", "cudaMemcpyAsync", "cudaEventRecord",
         "cudaEventSynchronize", "cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaLaunchKernel", "cudaEventQuery",
-        "cuDeviceGet", "cuDeviceGetAttribute", "cuMemGetAllocationGranularity", "cuMemCreate", "cuMemAddressReserve",
-        "cuMemMap", "cuMemSetAccess",
+        "cuCtxGetCurrent", "cuDeviceGet", "cuDeviceGetAttribute", "cuMemGetAllocationGranularity", "cuMemCreate",
+        "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess",
     };
     for (size_t f = 0; f < sizeof functions / sizeof *functions; f++) {
         int skipped = strcmp(functions[f], "cudaStreamCreateWithFlags") == 0 ? 2 : 0; /* the test's own */
@@ -991,6 +1045,7 @@ int main(void)
     RUN(slots_without_support);
     RUN(slots_are_made_as_can_be);
     RUN(the_current_gpu_stays);
+    RUN(no_context_is_made_elsewhere);
     RUN(refusals);
     ON_SCHEDULES(20, 1, a_life);
     RUN(every_cuda_call_fails);

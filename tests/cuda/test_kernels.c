@@ -228,9 +228,9 @@ static void reductions(void)
 
 /* ---- sums of squares, scale, flags -------------------------------------------------- */
 
-static void check_squares(array *grad, zc_dtype dtype, size_t offset, size_t count, kind k, uint64_t *state)
+/* Of what `grad` holds. */
+static void compare_squares(const array *grad, zc_dtype dtype, size_t count, uint64_t *state)
 {
-    fill(grad, offset, count, dtype, k, state);
     struct {
         uint64_t sum_squares[OPTIM_SUM_WORDS], inf_ranks, nan_ranks;
     } want, got;
@@ -247,6 +247,20 @@ static void check_squares(array *grad, zc_dtype dtype, size_t offset, size_t cou
     CHECK_EQ(flags, found);
     CHECK(!memcmp(&got, &want, sizeof want));
     same("sum_squares", grad);
+}
+
+static void check_squares(array *grad, zc_dtype dtype, size_t offset, size_t count, kind k, uint64_t *state)
+{
+    fill(grad, offset, count, dtype, k, state);
+    compare_squares(grad, dtype, count, state);
+}
+
+static void check_squares_of(array *grad, double value, uint64_t *state)
+{
+    fill(grad, 0, 1, ZC_FLOAT64, ORDINARY, state);
+    *(double *)on_host(grad) = value;
+    emu_poke(grad->device, grad->host, grad->used);
+    compare_squares(grad, ZC_FLOAT64, 1, state);
 }
 
 static void squares(void)
@@ -285,6 +299,18 @@ static void squares_find_each_nonfinite(void)
             CHECK_EQ(found, o == 2 ? CPU_NONFINITE_NAN : o < 5 ? CPU_NONFINITE_INF : 0);
             CHECK(!memcmp(got, want, sizeof want));
         }
+    drop_array(&grad);
+}
+
+/* Sums from the least to the greatest that there is. */
+static void squares_reach_every_word(void)
+{
+    array grad = make_array();
+    uint64_t state = 9;
+    for (int exponent = -538; exponent <= 511; exponent++) {
+        check_squares_of(&grad, ldexp(1.9, exponent), &state);
+        check_squares_of(&grad, ldexp(1.1, exponent), &state);
+    }
     drop_array(&grad);
 }
 
@@ -531,7 +557,7 @@ static void check_update(optim_rule rule, zc_dtype dtype, size_t extent, int mis
     int adam = rule != OPTIM_SGD;
     device_update_args args = {.rule = rule, .param_dtype = dtype, .spans = spans, .extent = extent,
                                .span_count = random_spans(spans, sizeof spans / sizeof *spans, extent, state),
-                               .scalars = scalars, .param = on_host(&arrays[PARAM]), .grad = on_host(&arrays[GRAD]),
+                               .scalars = scalars, .segments = SEGMENTS, .param = on_host(&arrays[PARAM]), .grad = on_host(&arrays[GRAD]),
                                .master = dtype >= ZC_BFLOAT16 ? on_host(&arrays[MASTER]) : NULL,
                                .m = on_host(&arrays[M]), .v = adam ? on_host(&arrays[V]) : NULL,
                                .vmax = adam ? on_host(&arrays[VMAX]) : NULL};
@@ -603,7 +629,7 @@ static int call_kernel(int which, unsigned char *arena, touched *arrays)
         TOUCHED(0, (20 + 8 + 1) * 4), TOUCHED(1, 60);
     } else if (which == 4) {
         error = cuda_sum_squares(stream, SLOT(0), SLOT(1), SLOT(2), 70, ZC_FLOAT64);
-        TOUCHED(0, sizeof(uint64_t[OPTIM_SUM_WORDS])), TOUCHED(1, 4), TOUCHED(2, 560);
+        TOUCHED(0, sizeof(uint64_t[66])), TOUCHED(1, 4), TOUCHED(2, 560);
     } else if (which == 5) {
         error = cuda_fold_flags(stream, (device_stats *)((char *)SLOT(0) - offsetof(device_stats, inf_ranks)), SLOT(1));
         TOUCHED(0, 16), TOUCHED(1, 4);
@@ -616,13 +642,13 @@ static int call_kernel(int which, unsigned char *arena, touched *arrays)
         error = cuda_step_scalars(stream, &args, SLOT(5));
         TOUCHED(1, sizeof(device_stats) + 16), TOUCHED(2, 5 * sizeof(device_segment));
         TOUCHED(3, 5 * sizeof(optim_segment_scalars)), TOUCHED(4, sizeof(device_step));
-        TOUCHED(5, 2 * sizeof(optim_options));
-    } else { /* of the scalars only that they are read is known */
+        TOUCHED(5, sizeof(optim_options) + offsetof(optim_options, maximize) + sizeof(int));
+    } else {
         device_update_args args = {.rule = OPTIM_ADAM, .param_dtype = ZC_BFLOAT16, .spans = SLOT(0), .span_count = 3,
-                                   .extent = 99, .scalars = SLOT(1), .param = SLOT(2), .master = SLOT(3),
-                                   .grad = SLOT(4), .m = SLOT(5), .v = SLOT(6), .vmax = SLOT(7)};
+                                   .extent = 99, .scalars = SLOT(1), .segments = 2, .param = SLOT(2),
+                                   .master = SLOT(3), .grad = SLOT(4), .m = SLOT(5), .v = SLOT(6), .vmax = SLOT(7)};
         error = cuda_update(stream, &args);
-        TOUCHED(0, 3 * sizeof(device_span)), TOUCHED(1, sizeof(optim_segment_scalars));
+        TOUCHED(0, 3 * sizeof(device_span)), TOUCHED(1, 2 * sizeof(optim_segment_scalars));
         TOUCHED(2, 198), TOUCHED(3, 198);
         for (size_t k = 4; k < 8; k++)
             TOUCHED(k, 396);
@@ -714,6 +740,7 @@ int main(void)
         RUN(reductions);
         RUN(squares);
         RUN(squares_find_each_nonfinite);
+        RUN(squares_reach_every_word);
         RUN(scaling);
         RUN(flags_are_folded);
         RUN(packing);
@@ -727,6 +754,10 @@ int main(void)
         }
     }
     RUN(accesses_are_declared);
+    if (emu_unreached(text, sizeof text)) { /* what is declared is not more than what kernels do */
+        testing_failures++;
+        fprintf(stderr, "%s\n", text);
+    }
     emu_reset(0, 0, 0);
     cpu->ops->destroy(cpu);
     DONE();

@@ -48,6 +48,9 @@ int emu_findings(char *text, size_t bytes);
 /* What is still allocated, mapped, reserved or open. */
 int emu_leaks(char *text, size_t bytes);
 
+/* Whether any thread has made a context on the device: memory that nobody who does not use it wants to miss. */
+int emu_has_context(int device);
+
 /* Lines "file.c:12 cudaStreamWaitEvent": the places of waits of streams for events and of the host for any of them. */
 int emu_wait_sites(char *text, size_t bytes);
 /*
@@ -56,7 +59,14 @@ int emu_wait_sites(char *text, size_t bytes);
  */
 void emu_drop_wait(const char *site);
 
+/*
+ * In a build that watches kernels (emu_watch.cc): ranges declared with CU_MAY_READ or CU_MAY_WRITE of which no launch
+ * of this process has touched the first or the last byte.  Ranges that a kernel does not keep to are findings.
+ */
+int emu_unreached(char *text, size_t bytes);
+
 uint64_t emu_operations(void); /* run since the reset */
+uint64_t emu_copied(int to_device, int from_device); /* bytes, by cudaMemcpyAsync, from and to device or host memory */
 uint64_t emu_trace_hash(void); /* of their order */
 
 /* Copies after all enqueued work, whatever is protected; the checker does not see it. */

@@ -172,6 +172,29 @@ void emu_drop_wait(const char *site)
     configured.dropped = text.substr(0, text.find(' '));
 }
 
+int emu_unreached(char *text, size_t bytes)
+{
+    std::unique_lock<std::mutex> lock = locked();
+    std::vector<std::string> lines;
+    for (const auto &range : configured.reached)
+        if (!range.second.first || !range.second.last)
+            lines.push_back(range.first + ": its " + (range.second.first ? "last" : "first") +
+                            " byte is never touched");
+    return write_lines(lines, text, bytes);
+}
+
+int emu_has_context(int device)
+{
+    std::unique_lock<std::mutex> lock = locked();
+    return (int)the->contexts.count(device);
+}
+
+uint64_t emu_copied(int to_device, int from_device)
+{
+    std::unique_lock<std::mutex> lock = locked();
+    return the->copied[to_device != 0][from_device != 0];
+}
+
 uint64_t emu_operations(void)
 {
     std::unique_lock<std::mutex> lock = locked();

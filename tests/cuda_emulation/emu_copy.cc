@@ -80,6 +80,7 @@ cudaError_t copy_async(std::unique_lock<std::mutex> &lock, const char *function,
     } else {
         made.run = [=] { perform(c); };
     }
+    the->copied[to == kind::device][from == kind::device] += c.width * c.rows;
     submit(on, std::move(made));
     if (to == kind::pageable || (to == kind::pinned && from != kind::device)) {
         uint64_t position = on->enqueued;

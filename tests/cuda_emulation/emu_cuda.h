@@ -53,6 +53,7 @@ void emu_host_access(const void *memory, size_t bytes, int write);
 
 #if defined(__cplusplus)
 
+#include <cstring> /* takes macros of its names away, so it comes before ours */
 #include <initializer_list>
 #include <math.h>
 #include <stdint.h>
@@ -73,6 +74,7 @@ struct access {
     const void *memory;
     size_t bytes;
     bool write;
+    bool always; /* its first and last byte are touched whatever the data are */
 };
 
 /* Enqueues `body(arguments)` for every thread of the grid; arguments are `bytes` bytes, copied now. */
@@ -117,8 +119,10 @@ template <class T> T shuffle(unsigned mask, T value, int source, int first, int 
 
 } // namespace emu
 
-#define CU_READS(p, bytes) emu::access{(p), (size_t)(bytes), false},
-#define CU_WRITES(p, bytes) emu::access{(p), (size_t)(bytes), true},
+#define CU_READS(p, bytes) emu::access{(p), (size_t)(bytes), false, true},
+#define CU_WRITES(p, bytes) emu::access{(p), (size_t)(bytes), true, true},
+#define CU_MAY_READ(p, bytes) emu::access{(p), (size_t)(bytes), false, false},
+#define CU_MAY_WRITE(p, bytes) emu::access{(p), (size_t)(bytes), true, false},
 #define CU_LAUNCH(kernel, grid, block, stream, accesses, ...)                                      \
     emu::launch(#kernel, __FILE__, __LINE__, (kernel), dim3(grid), dim3(block), (stream),          \
                 std::initializer_list<emu::access>{accesses}, __VA_ARGS__)
@@ -292,6 +296,32 @@ static inline double __ddiv_rn(double a, double b) { return a / b; }
 static inline double __dsqrt_rn(double a) { return sqrt(a); }
 static inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 static inline float __double2float_rn(double a) { return (float)a; }
+
+/* Kernels that are watched (emu_watch.cc): what these do would be done by the library, unseen. */
+#if defined(__SANITIZE_THREAD__)
+extern "C" void emu_touch(const void *memory, size_t bytes, int write);
+
+static inline void *emu_memset(void *to, int byte, size_t bytes)
+{
+    emu_touch(to, bytes, 1);
+    return memset(to, byte, bytes);
+}
+
+static inline void *emu_memcpy(void *to, const void *from, size_t bytes)
+{
+    emu_touch(from, bytes, 0);
+    emu_touch(to, bytes, 1);
+    return memcpy(to, from, bytes);
+}
+
+namespace std { /* CUDA's headers name them with it */
+using ::emu_memcpy;
+using ::emu_memset;
+}
+
+#define memset(...) emu_memset(__VA_ARGS__)
+#define memcpy(...) emu_memcpy(__VA_ARGS__)
+#endif
 
 template <class T> inline T min(T a, T b) { return b < a ? b : a; }
 template <class T> inline T max(T a, T b) { return a < b ? b : a; }

@@ -129,6 +129,7 @@ struct event {
 
 struct host_thread {
     int component, device = 0;
+    int context = -1; /* the device whose context is current; -1: none, and a call that needs one makes it */
     vclock clock;
     cudaError_t last_error = cudaSuccess;
 };
@@ -156,6 +157,8 @@ struct world {
     std::map<uintptr_t, size_t> reserved;
     std::map<uint64_t, std::shared_ptr<communicator>> comms;
     std::map<std::string, std::shared_ptr<clique>> cliques;
+    std::set<int> contexts; /* devices on which there is one */
+    uint64_t copied[2][2] = {}; /* bytes, [to a device][from a device] */
     int physicals = 0;
     uint64_t next_handle = 0x10000;
     std::vector<std::string> sites{"?"};
@@ -165,12 +168,18 @@ struct world {
     std::vector<std::pair<int, std::pair<int, int>>> nccl_faults;   /* rank, operations to go, result */
 };
 
+/* Whether any launch has touched the first and the last byte. */
+struct reach {
+    bool first = false, last = false;
+};
+
 /* What stays over resets. */
 struct settings {
     bool protect = false, no_driver = false, processes = false;
     int devices = 8, driver_version = 13000, nccl_version = 22809;
     std::map<int, int> attributes;
     std::set<std::string> wait_sites;
+    std::map<std::string, reach> reached; /* ranges that kernels may touch, by where they are declared */
     std::string dropped;
     settings();  /* from the environment: EMU_DROP_WAIT, EMU_NCCL_PROCESSES */
     ~settings(); /* appends the wait sites to the file EMU_WAIT_SITES */
@@ -193,8 +202,9 @@ std::string take_wait(const char *what, bool *dropped);
 bool take_fault(const char *function, int *error);
 /* Why no call can work: no driver or device, or broken. */
 cudaError_t unusable();
-/* What a call has to return at once: that, or it is told to fail. */
+/* What a call has to return at once: that, or it is told to fail. Most calls need a context, and make it. */
 cudaError_t enter(const char *function);
+void use_context(int device);
 CUresult enter_driver(const char *function);
 cudaError_t failed(cudaError_t error); /* remembers it as cudaGetLastError does */
 
@@ -215,6 +225,11 @@ bool ready(const operation &head);
 /* Declares an access on a device (-1: any) by an operation or the host; false, with a finding: not accessible. */
 bool declare(const vclock &clock, int component, int device, const void *memory, size_t bytes, bool write, int site);
 void check_range(const vclock &clock, int component, const range &bytes, bool write, int site);
+
+/* ---- kernels: emu_watch.cc --------------------------------------------------- */
+
+/* Runs a kernel; in a build that watches, what it touches is compared with what it declares. */
+void run_watched(int site, const std::vector<access> &declared, const std::function<void()> &kernel);
 
 /* ---- NCCL: emu_nccl.cc, emu_nccl_match.cc --------------------------------- */
 

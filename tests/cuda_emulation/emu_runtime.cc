@@ -84,6 +84,8 @@ struct entry_point {
 };
 
 const entry_point entry_points[] = {
+    {"cuCtxGetCurrent", (void *)cuCtxGetCurrent, 4000},
+    {"cuCtxSetCurrent", (void *)cuCtxSetCurrent, 4000},
     {"cuDeviceGet", (void *)cuDeviceGet, 2000},
     {"cuDeviceGetAttribute", (void *)cuDeviceGetAttribute, 2000},
     {"cuGetErrorName", (void *)cuGetErrorName, 6000},
@@ -135,7 +137,7 @@ cudaError_t cudaSetDevice(int device)
     EMU_ENTER("cudaSetDevice");
     if (device < 0 || device >= configured.devices)
         return failed(cudaErrorInvalidDevice);
-    self().device = device;
+    use_context(device);
     return cudaSuccess;
 }
 
@@ -144,6 +146,32 @@ cudaError_t cudaGetDevice(int *device)
     EMU_ENTER("cudaGetDevice");
     *device = self().device;
     return cudaSuccess;
+}
+
+/* A context is its device's number; each device has one. */
+CUresult cuCtxGetCurrent(CUcontext *context)
+{
+    std::unique_lock<std::mutex> lock = locked();
+    if (CUresult refused = enter_driver("cuCtxGetCurrent"))
+        return refused;
+    *context = self().context < 0 ? nullptr : as_handle<CUcontext>((uint64_t)self().context + 1);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuCtxSetCurrent(CUcontext context)
+{
+    std::unique_lock<std::mutex> lock = locked();
+    if (CUresult refused = enter_driver("cuCtxSetCurrent"))
+        return refused;
+    int device = (int)(uintptr_t)context - 1;
+    if (device >= 0 && !the->contexts.count(device)) {
+        finding("cuCtxSetCurrent of a context that does not exist");
+        return CUDA_ERROR_INVALID_CONTEXT;
+    }
+    self().context = device;
+    if (device >= 0)
+        self().device = device;
+    return CUDA_SUCCESS;
 }
 
 cudaError_t cudaDeviceSynchronize(void)

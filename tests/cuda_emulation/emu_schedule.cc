@@ -115,6 +115,24 @@ cudaError_t unusable()
     return configured.devices == 0 ? cudaErrorNoDevice : the->broken;
 }
 
+void use_context(int device)
+{
+    self().device = self().context = device;
+    the->contexts.insert(device);
+}
+
+static bool needs_context(const char *function)
+{
+    static const char *const others[] = {
+        "cudaGetDeviceCount", "cudaGetDevice", "cudaSetDevice", "cudaDeviceGetAttribute",
+        "cudaGetDriverEntryPointByVersion", "cudaThreadExchangeStreamCaptureMode",
+    };
+    for (const char *other : others)
+        if (strcmp(function, other) == 0)
+            return false;
+    return true;
+}
+
 cudaError_t enter(const char *function)
 {
     int error = unusable();
@@ -122,6 +140,8 @@ cudaError_t enter(const char *function)
         take_fault(function, &error);
     if (error != cudaSuccess)
         call_place.clear();
+    else if (self().context < 0 && needs_context(function))
+        use_context(self().device);
     return failed((cudaError_t)error);
 }
 

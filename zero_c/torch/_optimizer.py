@@ -39,7 +39,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     deterministic   on GPUs: gradients are summed in rank order; by default while all ranks are on one host
     comm        a Communicator; by default that of zero_c.init()
 
-    All parameters and buffers are on the CPU, or each rank's on a GPU of its own.
+    All parameters and buffers are on the CPU, or each rank's on a GPU of its own. On a GPU without virtual memory
+    management units cannot share memory: at stage 3 each rank then holds all parameters, which is said in a warning.
 
     The parameters' memory moves into the engine and stays there. After a backward `.grad` shows NaN: the engine
     has the gradient (`opt.grad(p)`), and step() consumes it. At stage 3 a parameter has its value during its unit's
@@ -207,6 +208,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._comm, described, self._core_groups(), rule=self._optimizer, units=[
                 (unit.name or "root", unit.level, unit.resident) for unit in layout],
             fill_discarded=os.environ.get("ZERO_C_STAGE3_FILL", "0") not in ("", "0"), **config)
+        if self._comm.rank == 0:
+            _stage3.warn_of_own_memory(self._engine)
         self._hooks = _place.new_hooks(self._engine, self._managed, windowed=True)
         tensors = [tensor for _, tensor, _ in fresh + kept]
         views = self._load_sharded(tensors, layout, **filling)

@@ -137,6 +137,14 @@ class Trigger:
         runtime.before_backward(self)
 
 
+def warn_of_own_memory(engine):
+    """Stage 3 saves less than it is chosen for where memory can have one address only."""
+    if not engine.units_share:
+        warnings.warn(f"GPU {engine.gpu}, or its virtualisation, has no virtual memory management, so at stage 3 every "
+                      f"unit has memory of its own: each rank holds all parameters, as at stage 2, besides its shards; "
+                      f"stage 2 needs less memory here", stacklevel=5)
+
+
 class FirstCheck:
     """Looks, in the first step, at every tensor that autograd saves and that lies in a unit's memory.
 

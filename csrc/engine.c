@@ -323,6 +323,8 @@ zc_status engine_create(zc_comm *comm, zc_device *device, zc_stream *stream, con
     if (status == ZC_OK && config->stage == 3)
         status = stage3_copy_units(engine, config);
     engine->config.units = NULL; /* the caller's */
+    if (engine->config.ring_slots == 0)
+        engine->config.ring_slots = engine_is_ordered(engine) ? 3 : 16;
     if (status == ZC_OK)
         status = comm_channel_open(comm, "engine", CONTROL_TAGS, &engine->control);
     if (status == ZC_OK)

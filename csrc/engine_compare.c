@@ -33,8 +33,6 @@ zc_status engine_check_config(const zc_engine_config *config)
     if ((unsigned)config->rule > OPTIM_SGD)
         return zc_fail(ZC_EINVAL, "optimizer rule is %d; legal are 0 (adamw), 1 (adam) and 2 (sgd)",
                        (int)config->rule);
-    if (config->ring_slots == 0)
-        return zc_fail(ZC_EINVAL, "ring_slots is 0; at least one window must be in flight");
     if (config->stage < 3)
         return ZC_OK;
     if (config->shared_params)

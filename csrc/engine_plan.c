@@ -6,14 +6,17 @@
 #include "engine.h"
 
 /*
- * Where the caller leaves it open: windows so small that a ring of sixteen is an
- * eighth of the gradient, but not so small that their number costs, and never so
- * large that a slice leaves the cache before a peer has read it.
+ * Where the caller leaves it open.  In memory that ranks share: windows so small
+ * that a ring of sixteen is an eighth of the gradient, but not so small that their
+ * number costs, and never so large that a slice leaves the cache before a peer has
+ * read it.  Over a network an operation has to be large to use it, and a few of
+ * them under way are enough.
  */
 static size_t window_bytes(const zc_engine *engine, size_t space_bytes)
 {
-    const size_t least = (size_t)256 << 10, most = (size_t)1 << 20;
-    size_t bytes = space_bytes / 128;
+    int ordered = engine_is_ordered(engine);
+    const size_t least = ordered ? (size_t)1 << 20 : (size_t)256 << 10, most = (size_t)(ordered ? 25 : 1) << 20;
+    size_t bytes = space_bytes / (ordered ? 8 : 128);
     if (engine->config.bucket_bytes)
         return engine->config.bucket_bytes;
     return bytes < least ? least : bytes > most ? most : bytes;

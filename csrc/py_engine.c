@@ -124,9 +124,9 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywor
                                      &prefetch, &config.fill_discarded)
         || parse_rule(rule, &config.rule))
         return NULL;
-    if (bucket_bytes < 0 || ring_slots < 1) {
+    if (bucket_bytes < 0 || ring_slots < 0) {
         PyErr_Format(PyExc_ValueError, "bucket_bytes is %zd (legal: 0, chosen by size, or more) and ring_slots %zd "
-                                       "(legal: 1 or more)", bucket_bytes, ring_slots);
+                                       "(legal: 0, chosen by place, or more)", bucket_bytes, ring_slots);
         return NULL;
     }
     config.bucket_bytes = (size_t)bucket_bytes;
@@ -372,7 +372,7 @@ static PyMemberDef engine_members[] = {
 };
 
 PyDoc_STRVAR(engine_doc,
-             "Engine(comm, params, groups, *, rule='adamw', stage=2, bucket_bytes=0, ring_slots=16, "
+             "Engine(comm, params, groups, *, rule='adamw', stage=2, bucket_bytes=0, ring_slots=0, "
              "shared_params=False, mean=True, threads=0, units=(), unit_slots=2, prefetch=1, fill_discarded=False)\n--\n\n"
              "params: (name, elems, dtype, group, initial array or None), at stage 3 also (..., unit, frozen); groups: dicts "
              "of options;\nunits, of stage 3: (name, level, resident). All ranks must call it.");

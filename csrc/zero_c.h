@@ -129,8 +129,8 @@ typedef struct zc_unit {
 typedef struct zc_engine_config {
     int stage;              /* 0, 1, 2, 3 */
     optim_rule rule;
-    size_t bucket_bytes;    /* of one reduction window; 0: chosen by size, 256 KiB to 1 MiB */
-    size_t ring_slots;      /* windows in flight (stages 0, 2 and 3), >= 1 */
+    size_t bucket_bytes;    /* of one reduction window; 0: chosen by size, 256 KiB to 1 MiB, on GPUs 1 to 25 MiB */
+    size_t ring_slots;      /* windows in flight (stages 0, 2 and 3); 0: 16, on GPUs 3 */
     int shared_params;      /* parameters live once per host */
     int mean;               /* 1: average over ranks, 0: sum */
     int threads;            /* CPU threads of this rank; 0: usable cores / ranks on this host, at least 1 */
@@ -142,7 +142,7 @@ typedef struct zc_engine_config {
 } zc_engine_config;
 
 #define ZC_ENGINE_CONFIG \
-    {.stage = 2, .rule = OPTIM_ADAMW, .bucket_bytes = 0, .ring_slots = 16, .shared_params = 0, .mean = 1, \
+    {.stage = 2, .rule = OPTIM_ADAMW, .bucket_bytes = 0, .ring_slots = 0, .shared_params = 0, .mean = 1, \
      .threads = 0, .unit_slots = 2, .prefetch = 1}
 #define ZC_OPTIONS_ADAMW {.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 1e-2}
 #define ZC_OPTIONS_ADAM {.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8}

@@ -45,7 +45,7 @@ class ShardedOptimizer:
     loss_scale      factor that gradients carry; may be set again at any time
     skip_nonfinite  an infinity or NaN on any rank skips the step on all; by default with a loss scale
     reduce_op       "mean" or "sum" over ranks
-    bucket_mb       size of a reduction window; by default 1/128 of the gradient, between 0.25 and 1
+    bucket_mb       size of a reduction window; by default 1/128 of the gradient, between 0.25 and 1; on GPUs 1/8, 1 to 25
     shared_params   parameters live once per host
     in_place        the caller's arrays get the new values; otherwise only param(i) does
     deterministic   on GPUs: gradients are summed in rank order; by default while all ranks are on one host

@@ -104,7 +104,7 @@ class Engine:
         rule: Literal["adamw", "adam", "sgd"] = "adamw",
         stage: int = 2,
         bucket_bytes: int = 0,
-        ring_slots: int = 16,
+        ring_slots: int = 0,
         shared_params: bool = False,
         mean: bool = True,
         threads: int = 0,

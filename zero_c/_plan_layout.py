@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from zero_c._plan_model import PARAM_BYTES, ROOT, SUM_BYTES, Counted, Unit
 
 ALIGN = 64  # PARTITION_ALIGN_ELEMS
-LEAST_WINDOW_BYTES, MOST_WINDOW_BYTES = 256 << 10, 1 << 20  # that the engine chooses by itself
+# What the engine chooses by itself (csrc/engine_plan.c): parts of the gradient in a window, its least and most bytes.
+WINDOWS_BYTES = {"cpu": (128, 256 << 10, 1 << 20), "cuda": (8, 1 << 20, 25 << 20)}
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,18 @@ def round_up(number, step):
     return -(-number // step) * step
 
 
-def full_bucket(bucket_bytes, space_bytes, size, ranks):
+def full_bucket(bucket_bytes, space_bytes, size, ranks, device):
     """Elements of a bucket in a space that has room for it."""
     step = ALIGN * ranks
-    bucket_bytes = bucket_bytes or min(max(space_bytes // 128, LEAST_WINDOW_BYTES), MOST_WINDOW_BYTES)
+    parts, least, most = WINDOWS_BYTES[device]
+    bucket_bytes = bucket_bytes or min(max(space_bytes // parts, least), most)
     return max(bucket_bytes // size // step * step, step)
 
 
-def lay_out(model, stage, ranks, bucket_bytes=0, rank=0):
+def lay_out(model, stage, ranks, bucket_bytes=0, rank=0, device="cpu"):
     """The Layout of a model as rank `rank` has it; ranks differ in `spans` only. bucket_bytes 0: chosen by size."""
     if isinstance(model, Counted):
-        return lay_out_counted(model, stage, ranks, bucket_bytes)
+        return lay_out_counted(model, stage, ranks, bucket_bytes, device)
     params = [param for param in model.params if stage == 3 or not param.frozen]
     kinds = sorted({(param.frozen, list(PARAM_BYTES).index(param.dtype), param.dtype) for param in params})
     layout = Layout(stage, ranks, [], len(params))
@@ -78,14 +80,14 @@ def lay_out(model, stage, ranks, bucket_bytes=0, rank=0):
     for frozen, _, dtype in kinds:
         members = [param for param in params if (param.frozen, param.dtype) == (frozen, dtype)]
         if stage == 3:
-            layout.spaces.append(_space_of_units(members, gathers, ranks, bucket_bytes, rank))
+            layout.spaces.append(_space_of_units(members, gathers, ranks, bucket_bytes, rank, device))
         else:
-            layout.spaces.append(_flat_space(members, stage, ranks, bucket_bytes, rank))
+            layout.spaces.append(_flat_space(members, stage, ranks, bucket_bytes, rank, device))
     layout.gathers = [each for each in gathers if each.bytes]
     return layout
 
 
-def _flat_space(members, stage, ranks, bucket_bytes, rank):
+def _flat_space(members, stage, ranks, bucket_bytes, rank, device):
     """Stages 0 to 2: the last parameter first, in windows of one size."""
     dtype, size, used, places = members[0].dtype, PARAM_BYTES[members[0].dtype], 0, []
     for param in reversed(members):
@@ -95,13 +97,13 @@ def _flat_space(members, stage, ranks, bucket_bytes, rank):
     if not places:
         return Space(dtype, False, 0, 0, 0, 0)
     total = places[-1][1] = round_up(used, ALIGN * ranks)
-    bucket = min(full_bucket(bucket_bytes, used * size, size, ranks), total)
+    bucket = min(full_bucket(bucket_bytes, used * size, size, ranks, device), total)
     starts = range(0, total, bucket)
     spans = _all_spans(places, starts, total, ranks) if stage == 0 else _own_spans(places, starts, total, ranks, rank)
     return Space(dtype, False, total, len(starts), bucket // ranks, spans)
 
 
-def _space_of_units(members, gathers, ranks, bucket_bytes, rank):
+def _space_of_units(members, gathers, ranks, bucket_bytes, rank, device):
     """Stage 3: the last unit first; each begins and ends with a bucket, and is cut as equally as possible."""
     dtype, frozen, step = members[0].dtype, members[0].frozen, ALIGN * ranks
     size, used, places, ends = PARAM_BYTES[dtype], 0, [], []
@@ -116,7 +118,7 @@ def _space_of_units(members, gathers, ranks, bucket_bytes, rank):
             used = places[-1][1]
         used = places[-1][1] = begin + round_up(used - begin, step)
         ends.append((number, begin, used))
-    most = full_bucket(bucket_bytes, used * size, size, ranks)
+    most = full_bucket(bucket_bytes, used * size, size, ranks, device)
     starts = []
     for number, begin, end in ends:
         pieces = -(-(end - begin) // most)
@@ -158,20 +160,20 @@ def _all_spans(places, starts, total, ranks):
     return sum(slice_of(end - 1) - slice_of(begin) + 1 for begin, end in places)
 
 
-def lay_out_counted(model, stage, ranks, bucket_bytes=0):
+def lay_out_counted(model, stage, ranks, bucket_bytes=0, device="cpu"):
     """The same in a few steps, whatever the number of elements: one parameter, at stage 3 one for each unit."""
     size, step = PARAM_BYTES[model.dtype], ALIGN * ranks
     if stage < 3:
         used = round_up(model.elements, ALIGN)
         total = round_up(used, step)
-        bucket = min(full_bucket(bucket_bytes, used * size, size, ranks), total)
+        bucket = min(full_bucket(bucket_bytes, used * size, size, ranks, device), total)
         buckets = -(-total // bucket)
         space = Space(model.dtype, False, total, buckets, bucket // ranks, buckets * (ranks if stage == 0 else 1))
         return Layout(stage, ranks, [space], 1)
     parts = ([(ROOT, model.root, 1)] if model.root else []) + [
         (Unit(), elements, count) for elements, count in model.unit_sizes()]
     total = sum(round_up(elements, step) * count for _, elements, count in parts)
-    most, gathers, most_shard = full_bucket(bucket_bytes, total * size, size, ranks), [], 0
+    most, gathers, most_shard = full_bucket(bucket_bytes, total * size, size, ranks, device), [], 0
     for unit, elements, count in parts:
         elements = round_up(elements, step)
         pieces = -(-elements // most)

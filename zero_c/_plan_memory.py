@@ -3,7 +3,7 @@
 from zero_c._plan_layout import all_units, gathered, slot_bytes
 from zero_c._plan_model import MASTER_BYTES, PARAM_BYTES, Counted
 
-WINDOWS = 16         # ZC_ENGINE_CONFIG.ring_slots
+WINDOWS = {"cpu": 16, "cuda": 3}  # in flight: zc_engine_config.ring_slots
 SCRATCH_WINDOWS = 4  # ENGINE_SCRATCH_SLOTS
 SLOT_STEP_BYTES = {"cpu": 4096, "cuda": 2 << 20}  # in which slots take memory; cuda: of the GPUs up to now
 # device_segment + optim_segment_scalars of a parameter; device_span; device_stats without its counters; device_step + flags
@@ -27,7 +27,7 @@ def memory(layout, settings):
             if space.param_bytes < space.sum_bytes:
                 held["buffers"] += min(space.buckets, SCRATCH_WINDOWS) * shard_bytes
         else:
-            held["buffers"] += min(space.buckets, WINDOWS) * space.most_shard * ranks * space.param_bytes
+            held["buffers"] += min(space.buckets, WINDOWS[settings.device]) * space.most_shard * ranks * space.param_bytes
         if stage != 1 or settings.backwards > 1:  # stage 1: only a second backward needs the windows again
             held["gradients"] += space.total // share * space.sum_bytes
         held["master"] += space.total // share * MASTER_BYTES[space.dtype]

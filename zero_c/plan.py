@@ -85,7 +85,7 @@ def plan(model, ranks, *, rank=0, machine=None, forward_seconds=None, backward_s
         positive("backward_seconds", backward_seconds, zero=True)
     stages = {}
     for stage in settings.stages:
-        layout = lay_out(model, stage, ranks, settings.bucket_bytes, rank)
+        layout = lay_out(model, stage, ranks, settings.bucket_bytes, rank, settings.device)
         stages[stage] = StagePlan(
             memory(layout, settings), traffic(layout, settings),
             backward_bytes(model), outside_bytes(model, stage),
@@ -122,7 +122,7 @@ def largest_model(memory_bytes, ranks, stage, *, dtype="float32", largest_unit=N
 
     def fits(elements):
         model = counted(elements, dtype, largest_unit, root)
-        layout = lay_out(model, stage, ranks, settings.bucket_bytes)
+        layout = lay_out(model, stage, ranks, settings.bucket_bytes, device=settings.device)
         return memory(layout, settings)["total"] + backward_bytes(model) <= memory_bytes
 
     low = max(ranks, whole("root", root, 0) + whole("largest_unit", largest_unit or 0, 0))
@@ -196,7 +196,7 @@ def parser():
     how.add_argument("--optimizer", default="adamw", help=f"{', '.join(STATES)} (default adamw)")
     how.add_argument("--amsgrad", action="store_true")
     how.add_argument("--momentum", action="store_true", help="sgd has momentum")
-    how.add_argument("--bucket-mb", type=float, help="size of a reduction window (default 0.25 to 1, by size)")
+    how.add_argument("--bucket-mb", type=float, help="size of a reduction window (default 0.25 to 1, on GPUs 1 to 25, by size)")
     how.add_argument("--prefetch", type=_number, default=1, metavar="N", help="units gathered ahead (default 1)")
     how.add_argument("--shared-params", action="store_true", help="parameters live once per host (stages 0 to 2)")
     how.add_argument("--device", default="cpu", help="cpu, or cuda with all ranks on one host (default cpu)")

@@ -196,6 +196,21 @@ zc_status comm_watch(zc_comm *comm, const char *what)
     return comm->ops->watch(comm, what);
 }
 
+zc_status comm_declare(zc_comm *comm, uint32_t line, uint64_t detail, const char *what)
+{
+    if (line >= COMM_LINES)
+        return zc_fail(ZC_EINVAL, "rank %zu: a declaration on line %u; there are lines 0 to %u", comm->rank, line,
+                       COMM_LINES - 1);
+    return comm->ops->declare(comm, line, detail, what ? what : "an operation");
+}
+
+size_t comm_behind(zc_comm *comm, uint32_t line, uint64_t number, char *text, size_t room_bytes)
+{
+    if (room_bytes)
+        text[0] = '\0';
+    return line < COMM_LINES ? comm->ops->behind(comm, line, number, text, room_bytes) : 0;
+}
+
 zc_status comm_exchange(comm_channel *channel, uint32_t tag, const char *what, const void *record, void *records,
                         size_t bytes)
 {

@@ -161,6 +161,7 @@ struct zc_engine {
     size_t next_turn;         /* where the communicator wants an order: the next to be posted */
     size_t group_count;
     int state_flags;          /* ENGINE_HAS_*: arrays that exist, or will with the spaces that are loaded now */
+    uint64_t number;          /* the same on all ranks, and of no other engine of this communicator */
     int loading;              /* parameters were registered, and not published yet */
 
     engine_unit *units;       /* stage 3 */
@@ -236,6 +237,12 @@ static inline int engine_reads_peers(const zc_engine *engine)
     return engine->comm->ops->peer != NULL;
 }
 
+/* Whether a gather of a unit is an operation of all ranks. */
+static inline int engine_gathers_together(const zc_engine *engine)
+{
+    return engine->config.stage == 3 && !engine_reads_peers(engine);
+}
+
 /*
  * Whether operations are carried out in the order of their posting, by streams that
  * wait for one another while the host goes on; otherwise the host sees to progress.
@@ -290,10 +297,10 @@ zc_status bucket_sums(zc_engine *engine, engine_space *space, size_t bucket, siz
 
 typedef enum meet_kind {
     MEET_END_ROUND = 1, MEET_ABORT = 2, MEET_STEP = 3, MEET_CLIP = 4, MEET_READ = 5, MEET_SYNC = 6, MEET_ADD = 7,
-    MEET_GATHER = 8, MEET_STORE = 9, MEET_FETCH = 10
+    MEET_STORE = 8, MEET_FETCH = 9
 } meet_kind;
 
-#define MEET_WHAT_BYTES 64u
+#define MEET_WHAT_BYTES COMM_WHAT_BYTES
 
 /*
  * All ranks come together for one operation; `detail` must agree.  A rank that
@@ -302,8 +309,12 @@ typedef enum meet_kind {
  */
 zc_status round_meet(zc_engine *engine, meet_kind kind, uint64_t detail, const char *what);
 
-/* The same in the middle of a round, without touching it: all ranks do this now, or all get ZC_EMISMATCH. */
-zc_status round_agree(zc_engine *engine, meet_kind kind, uint64_t detail, const char *what);
+/*
+ * This rank is about to do something that all ranks do in one order with their other
+ * declarations and meetings of this engine, or the group fails with ZC_EMISMATCH.
+ * Never waits.  Only where gathers are collective; elsewhere nothing.
+ */
+zc_status round_declare(zc_engine *engine, uint64_t detail, const char *what);
 
 /* Returns when all ranks have come here, in the middle of a call that they make together. */
 zc_status round_barrier(zc_engine *engine, const char *what);

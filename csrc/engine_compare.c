@@ -5,6 +5,7 @@
  */
 #include "engine.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 
 uint64_t engine_hash(uint64_t hash, const void *data, size_t bytes)
@@ -138,7 +139,8 @@ static zc_status explain_difference(zc_engine *engine, const zc_param *params, s
 zc_status engine_compare(zc_engine *engine, const zc_param *params, size_t count, const zc_options *groups,
                          size_t group_count)
 {
-    uint64_t config_hash = ENGINE_HASH_START, record[2], hash;
+    static _Atomic uint64_t engines_made;
+    uint64_t config_hash = ENGINE_HASH_START, record[3], hash;
     uint64_t fields[] = {(uint64_t)engine->config.stage, engine->config.rule, engine->config.bucket_bytes,
                          engine->config.ring_slots, (uint64_t)engine->config.shared_params,
                          (uint64_t)engine->config.mean, group_count, engine->config.unit_slots,
@@ -156,13 +158,16 @@ zc_status engine_compare(zc_engine *engine, const zc_param *params, size_t count
     }
     record[0] = hash;
     record[1] = count;
+    record[2] = atomic_fetch_add(&engines_made, 1); /* rank 0's is the engine's number */
     uint64_t *all = zc_malloc(engine->ranks * sizeof record);
     if (!all)
         return zc_fail(ZC_ENOMEM, "no memory to compare the ranks' parameters");
     zc_status status = comm_exchange(engine->control, CONTROL_TAG_MEET, "construction", record, all, sizeof record);
     int equal = 1;
     for (size_t r = 0; status == ZC_OK && r < engine->ranks; r++)
-        equal &= all[2 * r] == hash && all[2 * r + 1] == count;
+        equal &= all[3 * r] == hash && all[3 * r + 1] == count;
+    if (status == ZC_OK)
+        engine->number = all[2];
     zc_free(all);
     if (status != ZC_OK || equal)
         return status;

@@ -35,6 +35,17 @@
  * did not arrive counts as zeros, and the round is over when every bucket is
  * reduced.  Only there does a rank wait for peers without a bound of its own.
  *
+ * Order.  Where gathers of units are collective (engine_stage3.c), a rank must not
+ * gather while another meets: it would wait for a gather that never comes.  There
+ * every gather, and every meeting before it waits, is declared on the engines' line
+ * of the communicator, so whoever comes second to such a difference finds it at
+ * once, with both names.  All meetings of an engine have one detail on that line, as ranks
+ * that join the round of others are in another call; what a meeting is about
+ * is compared in it.  A rank that joins comes to as many meetings as the others: to
+ * the one that it joins, and to its own, which the others come to later.  Several
+ * engines of one communicator share the line, so their gathers and meetings
+ * are in one order on all ranks; they must be anyway, because the communicator is ordered.
+ *
  * Late gradients.  A reentrant checkpoint delivers a tied weight several times
  * in one backward.  The first gradient goes into the round; the caller adds up
  * the others and brings them to end_round().  If any rank brings some (the
@@ -54,6 +65,8 @@
 #include "engine.h"
 
 #include <stdio.h>
+
+#define MEETING UINT64_MAX /* the detail of all meetings that are declared; a gather's is its unit */
 
 typedef struct meet_record {
     uint32_t kind;
@@ -189,6 +202,14 @@ static zc_status close_round(zc_engine *engine, const meet_record *records, cons
     return ZC_OK;
 }
 
+zc_status round_declare(zc_engine *engine, uint64_t detail, const char *what)
+{
+    uint64_t hash = engine_hash(ENGINE_HASH_START, &engine->number, sizeof engine->number);
+    if (!engine_gathers_together(engine))
+        return ZC_OK;
+    return comm_declare(engine->comm, COMM_LINE_ENGINE, engine_hash(hash, &detail, sizeof detail), what);
+}
+
 static zc_status differ(zc_engine *engine, const meet_record *records)
 {
     const meet_record *mine = &records[engine->rank];
@@ -222,19 +243,20 @@ static zc_status meet_once(zc_engine *engine, meet_kind kind, uint64_t detail, c
 {
     meet_record mine = {(uint32_t)kind, late_count != 0, engine->round_count, engine->discards, detail, {0}};
     meet_record *all = zc_malloc(engine->ranks * sizeof *all);
-    int ending = 0, gathering = 0, equal = 1, in_step = 1;
+    int ending = 0, equal = 1, in_step = 1;
     *again = 0;
     if (!all)
         return zc_fail(ZC_ENOMEM, "rank %zu: no memory to meet %zu ranks", engine->rank, engine->ranks);
     snprintf(mine.what, sizeof mine.what, "%s", what);
-    zc_status status = comm_exchange(engine->control, CONTROL_TAG_MEET, what, &mine, all, sizeof mine);
+    zc_status status = round_declare(engine, MEETING, what);
+    if (status == ZC_OK)
+        status = comm_exchange(engine->control, CONTROL_TAG_MEET, what, &mine, all, sizeof mine);
     for (size_t r = 0; status == ZC_OK && r < engine->ranks; r++) {
         ending |= all[r].kind == MEET_END_ROUND || all[r].kind == MEET_ABORT;
-        gathering |= all[r].kind == MEET_GATHER; /* that rank is in the middle of something, and cannot join */
         equal &= all[r].kind == mine.kind && all[r].detail == mine.detail;
         in_step &= all[r].discards == mine.discards && all[r].round == mine.round;
     }
-    if (status == ZC_OK && ending && in_step && !gathering) {
+    if (status == ZC_OK && ending && in_step) {
         *again = kind != MEET_END_ROUND && kind != MEET_ABORT;
         status = close_round(engine, all, late, late_count);
     } else if (status == ZC_OK && !(equal && in_step)) {
@@ -254,23 +276,6 @@ zc_status round_meet(zc_engine *engine, meet_kind kind, uint64_t detail, const c
     while (again)
         ZC_TRY(meet_once(engine, kind, detail, what, NULL, 0, &again));
     return ZC_OK;
-}
-
-zc_status round_agree(zc_engine *engine, meet_kind kind, uint64_t detail, const char *what)
-{
-    meet_record mine = {(uint32_t)kind, 0, engine->round_count, engine->discards, detail, {0}};
-    meet_record *all = zc_malloc(engine->ranks * sizeof *all);
-    int equal = 1;
-    if (!all)
-        return zc_fail(ZC_ENOMEM, "rank %zu: no memory to meet %zu ranks", engine->rank, engine->ranks);
-    snprintf(mine.what, sizeof mine.what, "%s", what);
-    zc_status status = comm_exchange(engine->control, CONTROL_TAG_MEET, what, &mine, all, sizeof mine);
-    for (size_t r = 0; status == ZC_OK && r < engine->ranks; r++)
-        equal &= all[r].kind == mine.kind && all[r].detail == mine.detail && all[r].round == mine.round;
-    if (status == ZC_OK && !equal)
-        status = differ(engine, all);
-    zc_free(all);
-    return status;
 }
 
 zc_status round_barrier(zc_engine *engine, const char *what)

@@ -48,9 +48,14 @@
  *
  * Without comm_peer a gather is an all-gather of the unit's buckets, posted in
  * order on a channel of its own, into the slot's own address.  Before that the
- * ranks compare which unit they are about to gather (round_agree): ranks that
+ * rank declares which unit it is about to gather (round_declare): ranks that
  * differ get an error that names both, and nobody waits for a peer that is
- * elsewhere.  Shards are then written and read in the order of the stream.
+ * elsewhere.  Declaring waits for nobody, so one rank's host may be many gathers
+ * ahead, as far as the tags of the channel of gathers reach; what is in a slot is right all the
+ * same, because this rank's stream orders every use of it, and shards are written and
+ * read in the order of the stream on every rank.  All ranks must gather alike, the
+ * units fetched ahead too: what is guessed depends on the order of acquire() and release()
+ * and on options that are the same on all ranks, and on nothing else.
  */
 #include "engine.h"
 
@@ -266,7 +271,7 @@ static zc_status gather(zc_engine *engine, size_t index)
 {
     engine_unit *unit = &engine->units[index];
     engine_slot *slot = &engine->slots[unit->slot];
-    if (!engine_reads_peers(engine)) {
+    if (engine_gathers_together(engine)) {
         char what[MEET_WHAT_BYTES];
         const char *name = unit_name(engine, index);
         size_t length = strlen(name);
@@ -274,7 +279,7 @@ static zc_status gather(zc_engine *engine, size_t index)
             snprintf(what, sizeof what, "gather of %.53s", name);
         else /* the end, in which units differ */
             snprintf(what, sizeof what, "gather of ...%.50s", name + length - 50);
-        ZC_TRY(round_agree(engine, MEET_GATHER, index, what));
+        ZC_TRY(round_declare(engine, index, what));
     }
     ZC_TRY(wait_gather(engine, slot)); /* one that was made ahead in vain: two must not write to the slot at once */
     slot->owner = ZC_NO_UNIT;          /* until it is complete */

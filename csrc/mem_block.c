@@ -7,6 +7,14 @@
  * header as its last access.  A block that its owner has dropped is freed when
  * the count has reached the number of peers that mapped it; until then, or
  * until the world ends, it waits in the world's list.
+ *
+ * An allocation that fails by agreement is freed at once, and nobody counts.  But
+ * a rank that learns of the agreement may make the group fail in the next moment,
+ * and a peer that is still inside the call then sees that failure instead.  This
+ * peer cannot know whether the owners have freed their blocks, so it must not
+ * touch them, not even to count; and it cannot know whether its own block is
+ * looked at, so that is freed only when all have counted, which may be never:
+ * then it goes with the world, as the group has failed anyway.
  */
 #include "mem_comm.h"
 
@@ -51,12 +59,12 @@ void mem_block_sweep(mem_world *world)
     }
 }
 
-void mem_block_drop(mem_world *world, mem_block *block, size_t readers)
+void mem_block_drop(mem_world *world, mem_block *block, size_t ranks, mem_block_fate fate)
 {
     if (!block)
         return;
     block->dropped = 1;
-    block->readers = readers;
+    block->readers = fate == MEM_NEVER_SHARED ? 0 : ranks - 1;
     mem_block_sweep(world);
 }
 
@@ -82,7 +90,7 @@ zc_status mem_blocks_map(mem_world *world, const size_t *member, size_t ranks, s
         zc_status status = world->provider->ops->map(world->provider, member[q], tokens[q], out->bytes, &memory);
         if (status != ZC_OK) {
             out->own = NULL; /* stays the caller's */
-            mem_blocks_release(world, out, 0);
+            mem_blocks_release(world, out, MEM_NEVER_SHARED);
             return status;
         }
         out->payload[q] = (char *)memory + MEM_HEADER_BYTES;
@@ -90,17 +98,17 @@ zc_status mem_blocks_map(mem_world *world, const size_t *member, size_t ranks, s
     return ZC_OK;
 }
 
-void mem_blocks_release(mem_world *world, mem_blocks *blocks, int agreed)
+void mem_blocks_release(mem_world *world, mem_blocks *blocks, mem_block_fate fate)
 {
     for (size_t q = 0; blocks->payload && q < blocks->ranks; q++) {
         if (q == blocks->rank || !blocks->payload[q])
             continue;
         char *memory = blocks->payload[q] - MEM_HEADER_BYTES;
-        if (agreed)
+        if (fate == MEM_SHARED)
             atomic_fetch_add(&((mem_block_header *)memory)->detached, 1);
         world->provider->ops->unmap(world->provider, memory, blocks->bytes);
     }
-    mem_block_drop(world, blocks->own, agreed ? blocks->ranks - 1 : 0);
+    mem_block_drop(world, blocks->own, blocks->ranks, fate);
     zc_free(blocks->payload);
     memset(blocks, 0, sizeof *blocks);
 }

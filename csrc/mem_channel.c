@@ -104,11 +104,11 @@ static zc_status channel_open(mem_group *group, const char *name, uint32_t tags,
         *out = channel;
         return ZC_OK;
     }
-    int unsure = group->failed != ZC_OK;
+    mem_block_fate fate = group->failed == ZC_OK ? MEM_NEVER_SHARED : MEM_UNSURE;
     if (channel && channel->blocks.payload)
-        mem_blocks_release(world, &channel->blocks, unsure);
+        mem_blocks_release(world, &channel->blocks, fate);
     else
-        mem_block_drop(world, block, unsure ? ranks - 1 : 0);
+        mem_block_drop(world, block, ranks, fate);
     if (channel)
         mem_channel_clear(channel);
     zc_free(channel);
@@ -150,7 +150,7 @@ void mem_channel_close(comm_channel *public)
     if (!release_begin(group))
         return;
     mem_forget(group, channel);
-    mem_blocks_release(group->world, &channel->blocks, 1);
+    mem_blocks_release(group->world, &channel->blocks, MEM_SHARED);
     mem_channel_clear(channel);
     zc_free(channel);
     group->channels--;
@@ -199,11 +199,11 @@ static zc_status region_alloc(mem_channel *channel, size_t bytes, unsigned flags
         *out = region;
         return ZC_OK;
     }
-    int unsure = group->failed != ZC_OK;
+    mem_block_fate fate = group->failed == ZC_OK ? MEM_NEVER_SHARED : MEM_UNSURE;
     if (region && region->blocks.payload)
-        mem_blocks_release(world, &region->blocks, unsure);
+        mem_blocks_release(world, &region->blocks, fate);
     else
-        mem_block_drop(world, block, unsure ? ranks - 1 : 0);
+        mem_block_drop(world, block, ranks, fate);
     if (region)
         zc_free(region->base);
     zc_free(region);
@@ -249,7 +249,7 @@ void mem_region_free(comm_region *public)
     mem_group *group = ((mem_channel *)public->channel)->group;
     if (!release_begin(group))
         return;
-    mem_blocks_release(group->world, &region->blocks, 1);
+    mem_blocks_release(group->world, &region->blocks, MEM_SHARED);
     zc_free(region->base);
     zc_free(region);
     mem_leave(group);

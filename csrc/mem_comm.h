@@ -22,7 +22,8 @@
  * mem_exchange.c (records, votes), mem_channel.c (channels, regions, the calls
  * of comm.h on them),
  * mem_progress.c (what is done when stamps meet), mem_wait.c (waiting),
- * mem_array.c (plain arrays through a staging buffer).
+ * mem_array.c (plain arrays through a staging buffer), mem_declare.c (what
+ * ranks must do in one order).
  */
 #ifndef MEM_COMM_H
 #define MEM_COMM_H
@@ -175,6 +176,9 @@ struct mem_group {
     mem_channel base;
     size_t channels;     /* open, besides base */
     size_t users;        /* threads inside a call */
+    struct {
+        uint64_t number, chain; /* of this rank's newest declaration */
+    } declared[SHM_LINES];
     int closed;
     zc_status failed;    /* the first reason; every later call returns it */
     char failed_text[SHM_TEXT_BYTES + 64];
@@ -202,10 +206,17 @@ struct mem_world {
 
 /* ---- mem_block.c ------------------------------------------------------ */
 
+/* What became of a collective allocation, as this rank sees it. */
+typedef enum mem_block_fate {
+    MEM_NEVER_SHARED, /* all ranks know that it failed, as far as they know anything: nobody looks at it any more */
+    MEM_SHARED,       /* all ranks mapped it, and each counts when it lets go */
+    MEM_UNSURE        /* the group failed in the middle: a peer may believe either of the two */
+} mem_block_fate;
+
 /* The first now_bytes of the payload have memory. */
 zc_status mem_block_alloc(mem_world *world, size_t payload_bytes, size_t now_bytes, mem_block **out);
-/* The owner is done with it; its memory is used again once `readers` peers are too. */
-void mem_block_drop(mem_world *world, mem_block *block, size_t readers);
+/* The owner is done with it, and so are its peers by `fate`. NULL is allowed. */
+void mem_block_drop(mem_world *world, mem_block *block, size_t ranks, mem_block_fate fate);
 /* Frees what all have let go of. */
 void mem_block_sweep(mem_world *world);
 static inline char *mem_block_payload(const mem_block *block)
@@ -219,8 +230,8 @@ static inline char *mem_block_payload(const mem_block *block)
  */
 zc_status mem_blocks_map(mem_world *world, const size_t *member, size_t ranks, size_t rank, mem_block *own,
                          const uint64_t *tokens, size_t payload_bytes, size_t giver, mem_blocks *out);
-/* Local. `agreed`: peers mapped this rank's block and will let go of it too. */
-void mem_blocks_release(mem_world *world, mem_blocks *blocks, int agreed);
+/* Local. */
+void mem_blocks_release(mem_world *world, mem_blocks *blocks, mem_block_fate fate);
 
 /* ---- mem_world.c ------------------------------------------------------ */
 
@@ -329,6 +340,11 @@ typedef enum mem_wait_for {
 zc_status mem_wait(mem_channel *channel, uint32_t tag, uint64_t stamp, mem_wait_for what_for, const char *what);
 /* As mem_wait for completion, but returns ZC_OK after limit_ns at the latest; nobody counts it as waiting. */
 zc_status mem_wait_some(mem_channel *channel, uint32_t tag, uint64_t stamp, uint64_t limit_ns);
+
+/* ---- mem_declare.c ---------------------------------------------------- */
+
+zc_status mem_declare(zc_comm *comm, uint32_t line, uint64_t detail, const char *what);
+size_t mem_behind(zc_comm *comm, uint32_t line, uint64_t number, char *text, size_t room_bytes);
 
 /* ---- mem_array.c ------------------------------------------------------ */
 

@@ -147,7 +147,7 @@ zc_status mem_world_attach(mem_world *world, const uint64_t *tokens, uint64_t ti
         status = group_bind(group, "world");
     if (status != ZC_OK) {
         group->blocks.own = NULL; /* stays the world's */
-        mem_blocks_release(world, &group->blocks, 0);
+        mem_blocks_release(world, &group->blocks, MEM_NEVER_SHARED);
         group_free(group);
         return status;
     }
@@ -177,7 +177,7 @@ static void group_finish(mem_group *group)
         while (*at != group)
             at = &(*at)->next;
         *at = group->next;
-        mem_blocks_release(world, &group->blocks, 1);
+        mem_blocks_release(world, &group->blocks, MEM_SHARED);
         group_free(group);
         group = world->groups;
     }
@@ -431,7 +431,7 @@ static zc_status split(mem_group *group, int64_t color, mem_group **out)
         status = mem_vote_all(&group->base, SHM_AGREE, 2, "split", ZC_OK, 0, "");
     }
 
-    int unsure = group->failed != ZC_OK; /* a peer may believe that all went well */
+    mem_block_fate fate = group->failed == ZC_OK ? MEM_NEVER_SHARED : MEM_UNSURE;
     zc_free(tokens);
     if (status == ZC_OK) {
         if (made) {
@@ -442,9 +442,9 @@ static zc_status split(mem_group *group, int64_t color, mem_group **out)
         return ZC_OK;
     }
     if (made && made->blocks.payload)
-        mem_blocks_release(world, &made->blocks, unsure);
+        mem_blocks_release(world, &made->blocks, fate);
     else
-        mem_block_drop(world, home, unsure ? ranks - 1 : 0);
+        mem_block_drop(world, home, ranks, fate);
     if (made)
         group_free(made);
     return status;
@@ -483,6 +483,8 @@ const comm_ops mem_comm_ops = {
     .wait_some = mem_ticket_wait_some,
     .progress = mem_progress_all,
     .watch = mem_watch,
+    .declare = mem_declare,
+    .behind = mem_behind,
     .exchange = mem_public_exchange,
     .array_all_reduce = mem_array_all_reduce,
     .array_reduce_scatter = mem_array_reduce_scatter,

@@ -26,6 +26,7 @@
  *     closed                  owner           all       1: the owner will not call again
  *     poison.state            owner           all       0 none, 1 being written, 2 status and text are final
  *     poison.status, .text    owner           all       why; valid once the state is 2
+ *     line[].newest, .ring    owner           all       what it has declared: see mem_declare.c
  *   shm_cell (one a rank, channel and tag)
  *     desc[k & 1]             owner           all       what the owner's k-th operation on this tag is
  *     posted                  owner           all       k: operations 1..k were called
@@ -105,6 +106,8 @@
 #define SHM_WHAT_BYTES 64u
 #define SHM_TEXT_BYTES 768u
 #define SHM_RECORD_SLOTS 8u  /* exchanges of one rank and channel at a time, by as many threads */
+#define SHM_LINES 3u         /* of declarations */
+#define SHM_DECLARED 64u     /* of them that peers can still read, on each line */
 
 typedef enum shm_kind {
     SHM_EXCHANGE = 1,
@@ -158,12 +161,26 @@ typedef struct shm_control {
     shm_wait wait;
 } shm_control;
 
+/* One declaration. */
+typedef struct shm_declared {
+    alignas(SHM_LINE_BYTES) _Atomic uint64_t number; /* 0: being written, or never was */
+    _Atomic uint64_t chain;                          /* hash of the details up to this one */
+    _Atomic uint64_t detail;
+    _Atomic uint64_t what[SHM_WHAT_BYTES / 8];
+} shm_declared;
+
+typedef struct shm_line {
+    alignas(SHM_LINE_BYTES) _Atomic uint64_t newest; /* declarations made; number k is in ring[k % SHM_DECLARED] */
+    shm_declared ring[SHM_DECLARED];
+} shm_line;
+
 typedef struct shm_group {
     alignas(SHM_LINE_BYTES) _Atomic uint32_t alarm;
     alignas(SHM_LINE_BYTES) _Atomic uint32_t closed;
     alignas(SHM_LINE_BYTES) _Atomic uint32_t poison_state;
     _Atomic int32_t poison_status;
     _Atomic uint64_t poison_text[SHM_TEXT_BYTES / 8];
+    shm_line line[SHM_LINES];
 } shm_group;
 
 uint64_t shm_now_ns(void);

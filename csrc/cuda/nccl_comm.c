@@ -58,12 +58,12 @@ zc_status nccl_time_out(nccl_comm *comm, int lane, uint64_t number, const char *
     return nccl_give_up(comm, ZC_ETIMEOUT, why);
 }
 
-static zc_status interrupt(nccl_comm *comm, const char *what)
+zc_status nccl_interrupt(nccl_comm *comm, const char *what)
 {
     char why[128];
-    snprintf(why, sizeof why, "rank %zu was interrupted while NCCL began %s", comm->name, what);
+    snprintf(why, sizeof why, "rank %zu was interrupted in %s", comm->name, what);
     nccl_give_up(comm, ZC_EINTERRUPT, why);
-    return zc_fail(ZC_EINTERRUPT, "%s", why); /* of this call only */
+    return zc_fail(ZC_EINTERRUPT, "%s", why);
 }
 
 zc_status nccl_settle(nccl_comm *comm, int number, ncclResult_t result, const char *what)
@@ -82,7 +82,7 @@ zc_status nccl_settle(nccl_comm *comm, int number, ncclResult_t result, const ch
             return status;
         }
         if (comm->public.interrupted && comm->public.interrupted(comm->public.interrupt_context))
-            return interrupt(comm, what);
+            return nccl_interrupt(comm, what);
         uint64_t spent_ns = nccl_now_ns() - start_ns;
         if (spent_ns >= comm->public.timeout_ns)
             return nccl_time_out(comm, number, lane->posted, what, spent_ns);
@@ -180,6 +180,7 @@ static zc_status channel_open(zc_comm *public, const char *name, uint32_t tags, 
     snprintf(channel->name, sizeof channel->name, "%s", name);
     pthread_mutex_lock(&comm->lock);
     comm->channels++;
+    channel->number = ++comm->channels_made;
     pthread_mutex_unlock(&comm->lock);
     *out = &channel->public;
     return ZC_OK;
@@ -275,6 +276,21 @@ static zc_status watch(zc_comm *public, const char *what)
     return comm_watch(nccl_of(public)->host, what);
 }
 
+/* The other lines are the lanes'. */
+static zc_status declare(zc_comm *public, uint32_t line, uint64_t detail, const char *what)
+{
+    nccl_comm *comm = nccl_of(public);
+    if (line != COMM_LINE_ENGINE)
+        return zc_fail(ZC_EINVAL, "rank %zu: a declaration on line %u, which is for what NCCL is given; use line %u",
+                       comm->name, line, COMM_LINE_ENGINE);
+    return comm_declare(comm->host, line, detail, what);
+}
+
+static size_t behind(zc_comm *public, uint32_t line, uint64_t number, char *text, size_t room_bytes)
+{
+    return comm_behind(nccl_of(public)->host, line, number, text, room_bytes);
+}
+
 static zc_status exchange(comm_channel *channel, uint32_t tag, const char *what, const void *record, void *records,
                           size_t bytes)
 {
@@ -360,9 +376,7 @@ static zc_status start(nccl_comm *comm, const char *wheel)
 {
     ncclUniqueId ids[NCCL_LANES];
     zc_status status = ZC_OK;
-    nccl_board *board = comm->board->base;
     memset(ids, 0, sizeof ids);
-    atomic_store(&board->name, comm->name);
     status = nccl_open(wheel, &comm->api);
     for (int k = 0; status == ZC_OK && k < NCCL_LANES; k++)
         status = open_lane(comm, &comm->lane[k]);
@@ -443,7 +457,6 @@ static void destroy(nccl_comm *comm)
         close_lane(comm, &comm->lane[k], finish && !comm->aborted);
     if (status == ZC_OK)
         cuda_leave(previous);
-    comm_region_free(comm->board);
     comm_channel_close(comm->host_channel);
     comm_close(comm->host);
     pthread_mutex_lock(&comm->lock);
@@ -509,8 +522,6 @@ static zc_status create(const nccl_comm_config *config, size_t name, zc_comm **o
     if (status == ZC_OK)
         status = agree(comm, comm->host_channel, START_TAG, "start on a GPU",
                        cuda_device_create(comm->ordinal, &comm->device));
-    if (status == ZC_OK)
-        status = comm_region_alloc(comm->host_channel, sizeof(nccl_board), 0, &comm->board);
     if (status == ZC_OK && comm->public.ranks > 1 && (status = cuda_enter(comm->ordinal, &previous)) == ZC_OK) {
         status = start(comm, config->wheel);
         cuda_leave(previous);
@@ -561,6 +572,8 @@ static const comm_ops nccl_ops = {
     .wait_some = nccl_wait_some,
     .progress = progress,
     .watch = watch,
+    .declare = declare,
+    .behind = behind,
     .exchange = exchange,
     .array_all_reduce = array_all_reduce,
     .array_reduce_scatter = array_reduce_scatter,

@@ -27,8 +27,16 @@
  * are of the non-blocking kind), and a watchdog looks at the operations under way:
  * if NCCL reports an error, a rank is gone, or an operation takes longer than the
  * timeout, the group is poisoned with the reason, the NCCL communicators are
- * aborted and whatever waits on the GPU ends.  Every rank counts what it has posted on a
- * board that its peers can read; so a timeout can name who did not come.
+ * aborted and whatever waits on the GPU ends.
+ *
+ * Nobody gets another operation's result.  NCCL compares nothing: two operations of
+ * one size that ranks post in different order would give wrong sums, others hang.  So
+ * each is declared on the host (comm_declare, one line for each lane) before NCCL gets
+ * it, and ranks that differ get ZC_EMISMATCH with both sides.  The
+ * number of declarations tells a timeout who has not come, too.
+ *
+ * Of the host's communicator this needs channels without regions, records, plain arrays,
+ * declarations, groups and failures, and no memory that ranks can see.
  */
 #ifndef NCCL_COMM_H
 #define NCCL_COMM_H

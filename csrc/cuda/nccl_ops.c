@@ -8,9 +8,18 @@
 #include "nccl_state.h"
 
 #include <stdio.h>
+#include <string.h>
 #include <time.h>
 
 #define LOOK_AGAIN_NS 50000l
+
+/* What all ranks must post alike. */
+typedef struct operation {
+    const char *what;
+    size_t count;
+    const char *of;        /* elements or bytes */
+    size_t root;
+} operation;
 
 /* An operation that is being posted. */
 typedef struct posting {
@@ -36,7 +45,27 @@ static zc_status ended(nccl_comm *comm, const char *what)
     return status != ZC_OK ? status : zc_fail(ZC_ECOMM, "rank %zu: the communicator was aborted", comm->name);
 }
 
-static zc_status start(posting *p, zc_stream *stream)
+static uint64_t hash_of(uint64_t hash, const void *data, size_t bytes)
+{
+    for (size_t k = 0; k < bytes; k++)
+        hash = (hash ^ ((const unsigned char *)data)[k]) * 0x100000001b3ull; /* FNV-1a */
+    return hash;
+}
+
+/* Tells the peers what NCCL is about to get. */
+static zc_status declare(posting *p, const operation *op)
+{
+    char text[COMM_WHAT_BYTES];
+    uint64_t numbers[] = {p->channel->number, p->tag, op->count, op->root};
+    uint64_t detail = hash_of(0xcbf29ce484222325ull, numbers, sizeof numbers);
+    detail = hash_of(detail, op->what, strlen(op->what) + 1);
+    detail = hash_of(detail, op->of, strlen(op->of));
+    snprintf(text, sizeof text, "%s of %zu %s (%.20s #%llu, tag %u)", op->what, op->count, op->of, p->channel->name,
+             (unsigned long long)p->channel->number, p->tag);
+    return nccl_watch_posting(p->comm, p->lane_number, op->what, detail, text);
+}
+
+static zc_status start(posting *p, zc_stream *stream, const operation *op)
 {
     nccl_comm *comm = p->comm;
     nccl_tag *tag = &p->channel->tag[p->tag];
@@ -50,8 +79,7 @@ static zc_status start(posting *p, zc_stream *stream)
         CUDA_TRY(comm->ordinal, cudaStreamWaitEvent, p->lane->stream, tag->done, 0);
     CUDA_TRY(comm->ordinal, cudaEventRecord, p->lane->start, cuda_stream(stream));
     CUDA_TRY(comm->ordinal, cudaStreamWaitEvent, p->lane->stream, p->lane->start, 0);
-    nccl_watch_posting(comm, p->lane_number, p->what);
-    return ZC_OK;
+    return declare(p, op);
 }
 
 static zc_status mark(posting *p, comm_ticket *ticket)
@@ -81,17 +109,18 @@ static zc_status finish(posting *p, zc_status status, comm_ticket *ticket)
 }
 
 /* Between begin and finish the lock is held and the GPU current. On failure neither is. */
-static zc_status begin(posting *p, comm_channel *channel, int lane, uint32_t tag, zc_stream *stream, const char *what)
+static zc_status begin(posting *p, comm_channel *channel, int lane, uint32_t tag, zc_stream *stream,
+                       const operation *op)
 {
     *p = (posting){.comm = nccl_of(channel->comm), .channel = nccl_channel_of(channel), .lane_number = lane, .tag = tag,
-                   .what = what};
+                   .what = op->what};
     p->lane = &p->comm->lane[lane];
     if (tag >= p->channel->tags)
-        return zc_fail(ZC_EINVAL, "rank %zu: %s on tag %u of channel '%s', which has %u", p->comm->name, what, tag,
+        return zc_fail(ZC_EINVAL, "rank %zu: %s on tag %u of channel '%s', which has %u", p->comm->name, op->what, tag,
                        p->channel->name, p->channel->tags);
     ZC_TRY(comm_progress(p->comm->host)); /* fails if the group has */
     pthread_mutex_lock(&p->comm->lock);
-    zc_status status = start(p, stream);
+    zc_status status = start(p, stream, op);
     return status == ZC_OK ? ZC_OK : finish(p, status, NULL);
 }
 
@@ -248,7 +277,8 @@ zc_status nccl_reduce_scatter(comm_channel *channel, zc_stream *stream, const co
     if (comm->public.ranks == 1)
         return reduce_alone(comm, stream, args);
     ZC_TRY(check_reserved(comm, args));
-    ZC_TRY(begin(&p, channel, NCCL_LANE_MAIN, args->tag, stream, "reduce_scatter"));
+    operation op = {.what = "reduce_scatter", .count = args->count, .of = zc_dtype_name(args->dtype)};
+    ZC_TRY(begin(&p, channel, NCCL_LANE_MAIN, args->tag, stream, &op));
     return finish(&p, comm->public.in_rank_order ? reduce_in_order(&p, args) : reduce_by_nccl(&p, args), ticket);
 }
 
@@ -268,10 +298,40 @@ zc_status nccl_all_gather(comm_channel *channel, zc_stream *stream, uint32_t tag
     posting p;
     if (comm->public.ranks == 1)
         return comm_progress(comm->host);
-    ZC_TRY(begin(&p, channel, NCCL_LANE_MAIN, tag, stream, "all_gather"));
+    operation op = {.what = "all_gather", .count = slice_bytes, .of = "bytes"};
+    ZC_TRY(begin(&p, channel, NCCL_LANE_MAIN, tag, stream, &op));
     const char *own = all + comm->public.rank * slice_bytes;
     ncclResult_t result = comm->api->AllGather(own, all, slice_bytes, ncclUint8, p.lane->nccl, p.lane->stream);
     return finish(&p, settle(&p, result), ticket);
+}
+
+/*
+ * Until the tag's last gather of a unit is done.  Ranks may gather units without
+ * ever meeting, so one could run ahead until CUDA's queue is full and its launch blocks,
+ * with the lock held that the watchdog needs.
+ */
+static zc_status wait_for_tag(comm_channel *channel, uint32_t tag, zc_stream *stream, const char *what)
+{
+    nccl_comm *comm = nccl_of(channel->comm);
+    const nccl_tag *last = &nccl_channel_of(channel)->tag[tag];
+    if (tag >= nccl_channel_of(channel)->tags)
+        return ZC_OK; /* begin has a sentence for it */
+    pthread_mutex_lock(&comm->lock);
+    int done = !last->issued || last->lane != NCCL_LANE_UNITS;
+    pthread_mutex_unlock(&comm->lock);
+    for (;;) {
+        if (!done)
+            ZC_TRY(nccl_test(channel, tag, stream, &done));
+        if (done)
+            return ZC_OK;
+        if (comm->public.interrupted && comm->public.interrupted(comm->public.interrupt_context)) {
+            pthread_mutex_lock(&comm->lock);
+            zc_status status = nccl_interrupt(comm, what);
+            pthread_mutex_unlock(&comm->lock);
+            return status;
+        }
+        nanosleep(&(struct timespec){.tv_nsec = LOOK_AGAIN_NS}, NULL);
+    }
 }
 
 zc_status nccl_all_gather_to(comm_channel *channel, zc_stream *stream, uint32_t tag, comm_region *region,
@@ -279,10 +339,12 @@ zc_status nccl_all_gather_to(comm_channel *channel, zc_stream *stream, uint32_t 
 {
     nccl_comm *comm = nccl_of(channel->comm);
     char *own = (char *)region->base + offset_bytes;
+    operation op = {.what = "all_gather of a unit", .count = slice_bytes, .of = "bytes"};
     posting p;
     if (comm->public.ranks == 1)
         return copy_alone(comm, stream, to, own, slice_bytes);
-    ZC_TRY(begin(&p, channel, NCCL_LANE_UNITS, tag, stream, "all_gather of a unit"));
+    ZC_TRY(wait_for_tag(channel, tag, stream, op.what));
+    ZC_TRY(begin(&p, channel, NCCL_LANE_UNITS, tag, stream, &op));
     ncclResult_t result = comm->api->AllGather(own, to, slice_bytes, ncclUint8, p.lane->nccl, p.lane->stream);
     return finish(&p, settle(&p, result), ticket);
 }
@@ -295,7 +357,8 @@ zc_status nccl_all_reduce_words(comm_channel *channel, zc_stream *stream, uint32
     posting p;
     if (comm->public.ranks == 1)
         return copy_alone(comm, stream, to, from, words * sizeof *to);
-    ZC_TRY(begin(&p, channel, NCCL_LANE_MAIN, tag, stream, "all_reduce"));
+    operation op = {.what = "all_reduce", .count = words, .of = "words"};
+    ZC_TRY(begin(&p, channel, NCCL_LANE_MAIN, tag, stream, &op));
     ncclResult_t result = comm->api->AllReduce(from, to, words, ncclUint64, ncclSum, p.lane->nccl, p.lane->stream);
     return finish(&p, settle(&p, result), ticket);
 }
@@ -308,7 +371,8 @@ zc_status nccl_broadcast(comm_channel *channel, zc_stream *stream, uint32_t tag,
     posting p;
     if (comm->public.ranks == 1)
         return comm_progress(comm->host);
-    ZC_TRY(begin(&p, channel, NCCL_LANE_MAIN, tag, stream, "broadcast"));
+    operation op = {.what = "broadcast", .count = bytes, .of = "bytes", .root = root};
+    ZC_TRY(begin(&p, channel, NCCL_LANE_MAIN, tag, stream, &op));
     ncclResult_t result = comm->api->Broadcast(at, at, bytes, ncclUint8, (int)root, p.lane->nccl, p.lane->stream);
     return finish(&p, settle(&p, result), ticket);
 }

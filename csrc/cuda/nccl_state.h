@@ -13,7 +13,9 @@
 #include <stdatomic.h>
 #include <sys/types.h>
 
+/* A lane's operations are declared on the host communicator's line of the same number. */
 enum { NCCL_LANE_MAIN, NCCL_LANE_UNITS, NCCL_LANES };
+_Static_assert(NCCL_LANES == COMM_LINE_ENGINE, "the engine has a line of its own");
 
 /*
  * The watchdog has one operation of a lane in view at a time, the probe: the last
@@ -31,16 +33,10 @@ typedef struct nccl_lane {
     ncclComm_t nccl;      /* NULL: none, or aborted */
     cudaStream_t stream;
     cudaEvent_t start;    /* of the operation that is being posted */
-    uint64_t posted;
+    uint64_t posted;      /* operations, each declared on the lane's line and then given to NCCL */
     const char *last;     /* the operation posted last */
     nccl_probe probe;
 } nccl_lane;
-
-/* What peers see of a rank. */
-typedef struct nccl_board {
-    _Atomic uint64_t name;                /* nccl_comm's */
-    _Atomic uint64_t posted[NCCL_LANES];  /* counted before NCCL is called: it may wait for peers */
-} nccl_board;
 
 typedef struct nccl_comm {
     zc_comm public;
@@ -50,8 +46,7 @@ typedef struct nccl_comm {
     pid_t pid;
     int ordinal;
     const nccl_api *api;          /* NULL with one rank */
-    comm_channel *host_channel;   /* of the board and of start-up */
-    comm_region *board;
+    comm_channel *host_channel;   /* of start-up */
     pthread_mutex_t lock;         /* of all below */
     nccl_lane lane[NCCL_LANES];
     void *scratch;                /* of the main lane's operations: what a reduction receives, or widens */
@@ -61,6 +56,7 @@ typedef struct nccl_comm {
     pthread_cond_t wake;          /* of the watchdog, at the end */
     int watching, ending;
     size_t channels;              /* open: they, and their regions, may outlive close */
+    uint64_t channels_made;
     int closed;
 } nccl_comm;
 
@@ -74,6 +70,7 @@ typedef struct nccl_channel {
     comm_channel public;
     comm_channel *host;
     char name[48];
+    uint64_t number;  /* in the order of opening, so the same on all ranks; names need not be unique */
     uint32_t tags;
     nccl_tag *tag;    /* [tags] */
 } nccl_channel;
@@ -93,7 +90,7 @@ static inline nccl_channel *nccl_channel_of(comm_channel *channel)
 
 /* ---- nccl_comm.c -------------------------------------------------------- */
 
-/* In these four the lock is held, or nobody else knows the communicator yet. */
+/* In these five the lock is held, or nobody else knows the communicator yet. */
 
 /* The group fails on all ranks, unless it has before, and all operations end; returns the group's failure. */
 zc_status nccl_give_up(nccl_comm *comm, zc_status status, const char *why);
@@ -101,6 +98,8 @@ zc_status nccl_give_up(nccl_comm *comm, zc_status status, const char *why);
 zc_status nccl_broken(nccl_comm *comm, int lane, ncclResult_t result, const char *what);
 /* The same after a lane's operation of this number took too long: `number` 0 is start-up. */
 zc_status nccl_time_out(nccl_comm *comm, int lane, uint64_t number, const char *what, uint64_t spent_ns);
+/* The same when the interrupt callback has said so; returns ZC_EINTERRUPT, which is of this call only. */
+zc_status nccl_interrupt(nccl_comm *comm, const char *what);
 /* A result of a call on a non-blocking communicator: waits while NCCL is at it, within the timeout. */
 zc_status nccl_settle(nccl_comm *comm, int lane, ncclResult_t result, const char *what);
 
@@ -126,11 +125,14 @@ zc_status nccl_wait_some(comm_channel *channel, comm_ticket ticket, zc_stream *s
 uint64_t nccl_now_ns(void);
 zc_status nccl_watch_start(nccl_comm *comm);
 void nccl_watch_stop(nccl_comm *comm);
-/* The lock is held in all below. A lane's operation is about to be given to NCCL; it has been. */
-void nccl_watch_posting(nccl_comm *comm, int lane, const char *what);
+/*
+ * The lock is held in all below.  A lane's operation is about to be given to NCCL, which may wait for peers:
+ * every rank says first what it is (detail and text as comm_declare's); it has been.
+ */
+zc_status nccl_watch_posting(nccl_comm *comm, int lane, const char *what, uint64_t detail, const char *text);
 zc_status nccl_watch_posted(nccl_comm *comm, int lane);
 /* How many ranks have not posted the lane's operation of this number; text: ", 1, 2", these. */
-size_t nccl_missing(const nccl_comm *comm, int lane, uint64_t number, char *text, size_t room_bytes);
+size_t nccl_missing(nccl_comm *comm, int lane, uint64_t number, char *text, size_t room_bytes);
 /* Ends all operations; their results are void. The group has been poisoned. */
 void nccl_abort(nccl_comm *comm);
 

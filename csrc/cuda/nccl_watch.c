@@ -10,7 +10,6 @@
 
 #include <errno.h>
 #include <signal.h>
-#include <stdio.h>
 #include <time.h>
 
 #define LOOK_NS 50000000ull    /* between two looks */
@@ -48,13 +47,13 @@ static zc_status begin_probe(nccl_comm *comm, nccl_lane *lane)
     return ZC_OK;
 }
 
-void nccl_watch_posting(nccl_comm *comm, int number, const char *what)
+zc_status nccl_watch_posting(nccl_comm *comm, int number, const char *what, uint64_t detail, const char *text)
 {
     nccl_lane *lane = &comm->lane[number];
-    nccl_board *board = comm->board->base;
+    ZC_TRY(comm_declare(comm->host, (uint32_t)number, detail, text));
     lane->posted++;
     lane->last = what;
-    atomic_store(&board->posted[number], lane->posted);
+    return ZC_OK;
 }
 
 zc_status nccl_watch_posted(nccl_comm *comm, int number)
@@ -63,20 +62,9 @@ zc_status nccl_watch_posted(nccl_comm *comm, int number)
     return lane->probe.active ? ZC_OK : begin_probe(comm, lane);
 }
 
-size_t nccl_missing(const nccl_comm *comm, int lane, uint64_t number, char *text, size_t room_bytes)
+size_t nccl_missing(nccl_comm *comm, int lane, uint64_t number, char *text, size_t room_bytes)
 {
-    size_t used = 0, missing = 0;
-    text[0] = '\0';
-    for (size_t q = 0; q < comm->public.ranks; q++) {
-        const nccl_board *board = comm_peer(comm->board, q);
-        if (!board || atomic_load(&board->posted[lane]) >= number)
-            continue;
-        missing++;
-        if (used < room_bytes)
-            used += (size_t)snprintf(text + used, room_bytes - used, ", %llu",
-                                     (unsigned long long)atomic_load(&board->name));
-    }
-    return missing;
+    return comm_behind(comm->host, (uint32_t)lane, number, text, room_bytes);
 }
 
 /* Whether the lane can go on; the lock is held. */

@@ -542,6 +542,16 @@ static zc_status defer_progress(zc_comm *comm)
     return ZC_OK;
 }
 
+static zc_status defer_declare(zc_comm *comm, uint32_t line, uint64_t detail, const char *what)
+{
+    return comm_declare(DEFER_COMM(comm)->under, line, detail, what);
+}
+
+static size_t defer_behind(zc_comm *comm, uint32_t line, uint64_t number, char *text, size_t room_bytes)
+{
+    return comm_behind(DEFER_COMM(comm)->under, line, number, text, room_bytes);
+}
+
 static zc_status defer_exchange(comm_channel *channel, uint32_t tag, const char *what, const void *record,
                                 void *records, size_t bytes)
 {
@@ -576,7 +586,8 @@ static const comm_ops defer_comm_ops = {
     .region_alloc = defer_region_alloc, .region_grow = defer_region_grow, .region_free = defer_region_free,
     .reduce_scatter = defer_reduce, .all_gather = defer_gather, .all_gather_to = defer_gather_to,
     .all_reduce_words = defer_words, .broadcast = defer_broadcast, .test = defer_test, .wait = defer_wait,
-    .wait_some = defer_wait_some, .progress = defer_progress, .exchange = defer_exchange,
+    .wait_some = defer_wait_some, .progress = defer_progress, .declare = defer_declare,
+    .behind = defer_behind, .exchange = defer_exchange,
     .array_all_reduce = defer_array_all_reduce, .array_broadcast = defer_array_broadcast, .poison = defer_poison,
     .close = defer_close,
 };

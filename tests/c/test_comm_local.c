@@ -1061,6 +1061,58 @@ static void test_faults(void)
     zc_fault_arm(0);
 }
 
+static void poisoning_body(rank_state *s)
+{
+    comm_channel *channel = NULL;
+    comm_region *region = NULL;
+    zc_comm *part = NULL;
+    zc_status status = ZC_OK;
+    for (int turn = 0; turn < 3 && status == ZC_OK; turn++) {
+        status = comm_channel_open(s->comm, "poisoning", 2, &channel);
+        if (status == ZC_OK)
+            status = comm_region_alloc(channel, 8192, turn == 1 ? COMM_ONE_COPY : 0, &region);
+        if (status == ZC_OK)
+            status = comm_split(s->comm, 1, &part);
+        if (status != ZC_OK)
+            comm_poison(s->comm, status, "a rank gives up"); /* while peers are still inside the call */
+        comm_close(part);
+        comm_region_free(region);
+        comm_channel_close(channel);
+        channel = NULL;
+        region = NULL;
+        part = NULL;
+    }
+    CHECK(status == ZC_OK || status == ZC_ENOMEM);
+    atomic_fetch_add(&walk_failures, status != ZC_OK);
+}
+
+/*
+ * What fails by agreement is given back by ranks that know it, while a peer may learn of the poison first: it must
+ * not touch what is gone.
+ */
+static void test_faults_with_poison(void)
+{
+    for (size_t ranks = 2; ranks <= 4; ranks *= 2)
+        for (long n = 1, taken = 1; taken; n += ranks > 2 ? 7 : 1)
+            for (int trial = 0; trial < 4 && taken; trial++) {
+                zc_comm *comms[RANKS_MAX];
+                rank_state states[RANKS_MAX];
+                pthread_t threads[RANKS_MAX];
+                atomic_store(&walk_failures, 0);
+                CHECK_OK(local_comm_create(ranks, 20 * SECOND, comms));
+                zc_fault_arm(n);
+                for (size_t r = 0; r < ranks; r++) {
+                    states[r] = (rank_state){comms[r], r, ranks, poisoning_body, r};
+                    pthread_create(&threads[r], NULL, run_rank, &states[r]);
+                }
+                for (size_t r = 0; r < ranks; r++)
+                    pthread_join(threads[r], NULL);
+                taken = zc_fault_count() >= n;
+                CHECK_EQ(atomic_load(&walk_failures), taken ? ranks : 0);
+                zc_fault_arm(0);
+            }
+}
+
 static void bench_body(rank_state *s)
 {
     enum { TURNS = 20000 };
@@ -1104,5 +1156,6 @@ int main(int argc, char **argv)
     RUN(test_several_threads_a_rank);
     RUN(test_close_while_waiting);
     RUN(test_faults);
+    RUN(test_faults_with_poison);
     DONE();
 }

@@ -511,6 +511,38 @@ static void test_diverged_ranks(void)
     with_ranks(2, diverged_body);
 }
 
+/* Processes that declare the same, then something else, in the whole and in a group of it. */
+static int declared_body(size_t rank, size_t ranks)
+{
+    zc_comm *comm, *pair;
+    char text[32];
+    CHECK_OK(open_rank(rank, ranks, &comm));
+    CHECK_OK(comm_split(comm, (int64_t)(rank / 2), &pair));
+    for (uint64_t number = 1; number <= 1000; number++) {
+        CHECK_OK(comm_declare(comm, 0, number, "the same"));
+        CHECK_OK(comm_declare(pair, 0, number + rank / 2, "the same in the pair"));
+    }
+    CHECK_OK(comm_barrier(comm));
+    CHECK_EQ(comm_behind(comm, 0, 1000, text, sizeof text), 0);
+    CHECK_EQ(comm_behind(pair, 0, 1001, text, sizeof text), 2);
+    CHECK(strcmp(text, rank < 2 ? ", 0, 1" : ", 2, 3") == 0);
+    CHECK_OK(comm_barrier(comm));
+    zc_status status = comm_declare(pair, 0, rank == 3, rank == 3 ? "odd" : "even");
+    if (status == ZC_OK)
+        status = comm_barrier(pair);
+    CHECK_EQ(status, rank < 2 ? ZC_OK : ZC_EMISMATCH);
+    CHECK(rank < 2 || (text_has("rank 3 comes to \"odd\"") && text_has("rank 2 comes to \"even\"")));
+    CHECK_OK(comm_barrier(comm)); /* only that pair has failed */
+    comm_close(pair);
+    comm_close(comm);
+    return 0;
+}
+
+static void test_declarations(void)
+{
+    with_ranks(4, declared_body);
+}
+
 /* ---- every allocation and system call fails once -------------------------- */
 
 #define EXIT_HIT 40  /* the fault was met, and nothing else was wrong */
@@ -667,6 +699,7 @@ int main(int argc, char **argv)
     RUN(test_stopped_rank);
     RUN(test_forked_child);
     RUN(test_diverged_ranks);
+    RUN(test_declarations);
     RUN(test_faults);
     DONE();
 }

@@ -12,6 +12,7 @@
 #include "zero_c.h"
 
 #include <pthread.h>
+#include <time.h>
 
 #define MAX_RANKS 4
 #define PARAMS 20
@@ -692,7 +693,7 @@ static void equals_stage_2_deferred(void)
 typedef struct blocks {
     zc_comm *comm;
     size_t rank, ranks;
-    int what;             /* for the body */
+    int what, late;       /* for the body */
     int defer;
     int root;             /* unit 0 is resident */
     size_t count;         /* of blocks, besides the root */
@@ -1057,55 +1058,146 @@ static void fetch_works_at_all_stages(void)
 
 /* ---- collective gathers: ranks that do different things ---------------------------------- */
 
-enum { OTHER_UNIT, STEPPING, STEPPING_IN_A_ROUND, STORING, FETCHING, SYNCING, ABORTED, ALIKE };
+enum {
+    OTHER_UNIT, OTHER_SIZE, ONE_MORE, STEPPING, STEPPING_IN_A_ROUND, STORING, FETCHING, SYNCING, ABORTED, EVALUATING,
+    ALIKE
+};
 
+/* What the last rank does, and the others. */
+static const struct {
+    const char *odd, *others;
+} differences[] = {
+    [OTHER_UNIT] = {"gather of unit 'b2'", "gather of unit 'b1'"},
+    [OTHER_SIZE] = {"gather of unit 'b2'", "gather of unit 'b1'"},
+    [ONE_MORE] = {"gather of unit 'b3'", "the end"},
+    [STEPPING] = {"step", "gather of unit 'b1'"},
+    [STEPPING_IN_A_ROUND] = {"the end of backward", "gather of unit 'b1'"},
+    [STORING] = {"writing a parameter", "gather of unit 'b1'"},
+    [FETCHING] = {"reading a parameter", "gather of unit 'b1'"},
+    [SYNCING] = {"evaluation", "gather of unit 'b1'"},
+    [ABORTED] = {"a backward that raised", "gather of unit 'b1'"},
+    [EVALUATING] = {"gather of unit 'b1'", "step"},
+};
+
+static void sleep_ms(long ms)
+{
+    nanosleep(&(struct timespec){0, ms * 1000000}, NULL);
+}
+
+static zc_status acquire_and_release(blocks *b, size_t unit)
+{
+    ZC_TRY(zc_engine_acquire(b->engine, unit, 0));
+    zc_engine_release(b->engine, unit);
+    return ZC_OK;
+}
+
+static zc_status differ(blocks *b, int odd)
+{
+    float values[3000] = {0};
+    switch (odd ? b->what : b->what == EVALUATING ? STEPPING : ALIKE) {
+    case OTHER_UNIT:
+    case OTHER_SIZE:
+        return acquire_and_release(b, 2);
+    case STEPPING:
+    case STEPPING_IN_A_ROUND:
+    case ABORTED:
+        return step(b);
+    case STORING:
+        return zc_engine_store(b->engine, 1, values);
+    case FETCHING:
+        return zc_engine_fetch(b->engine, 1, values);
+    case SYNCING:
+        return zc_engine_sync(b->engine, "evaluation");
+    case ONE_MORE:
+        ZC_TRY(acquire_and_release(b, 1));
+        return acquire_and_release(b, 3);
+    default:
+        return acquire_and_release(b, 1);
+    }
+}
+
+/* Gathering waits for nobody, so a rank may learn of it at its next meeting only, but there at the latest. */
 static void mismatch_body(blocks *b)
 {
-    static const char *const parts[] = {"gather of unit 'b2'", "step", "the end of backward", "writing a parameter",
-                                        "reading a parameter", "evaluation", "a backward that raised"};
-    float values[1000] = {0};
-    zc_status status = ZC_OK;
     int odd = b->rank == b->ranks - 1;
-    char *given = elsewhere_put(b->device, b->stream, calloc(1, sizeof values + 8), sizeof values);
-    CHECK_OK(zc_engine_acquire(b->engine, 4, 0));
-    zc_engine_release(b->engine, 4);
+    char *given = elsewhere_put(b->device, b->stream, calloc(1, 3000 * sizeof(float) + 8), 3000 * sizeof(float));
+    CHECK_OK(acquire_and_release(b, 4));
     if (b->what == STEPPING_IN_A_ROUND || b->what == ABORTED)
         CHECK_OK(zc_engine_add_grad(b->engine, 1, given));
     if (b->what == ABORTED && odd)
         zc_engine_abort_round(b->engine);
-    if (b->what == ALIKE || !odd)
-        status = zc_engine_acquire(b->engine, 1, 0);
-    else if (b->what == OTHER_UNIT)
-        status = zc_engine_acquire(b->engine, 2, 0);
-    else if (b->what == STEPPING || b->what == STEPPING_IN_A_ROUND || b->what == ABORTED)
-        status = step(b);
-    else if (b->what == STORING)
-        status = zc_engine_store(b->engine, 1, values);
-    else if (b->what == FETCHING)
-        status = zc_engine_fetch(b->engine, 1, values);
-    else
-        status = zc_engine_sync(b->engine, "evaluation");
-    b->device->ops->synchronize(b->device, b->stream); /* fails, where work of the failed group is in its way */
-    elsewhere_free(b->device, given, sizeof values);
+    if (odd == b->late)
+        sleep_ms(30);
+    zc_status status = differ(b, odd);
+    if (status == ZC_OK)
+        status = zc_engine_sync(b->engine, "the end");
     if (b->what == ALIKE) {
         CHECK_OK(status);
-        return;
+    } else {
+        expect(status, ZC_EMISMATCH, differences[b->what].odd);
+        expect(status, ZC_EMISMATCH, differences[b->what].others);
+        CHECK_EQ(zc_engine_unit_user(b->engine, 1), ZC_NO_UNIT);
+        expect(zc_engine_sync(b->engine, "afterwards"), ZC_EMISMATCH, ""); /* the group has failed, for good */
     }
-    expect(status, ZC_EMISMATCH, "gather of unit 'b1'");
-    expect(status, ZC_EMISMATCH, parts[b->what]);
-    CHECK_EQ(zc_engine_unit_user(b->engine, 1), ZC_NO_UNIT);
-    CHECK(zc_engine_acquire(b->engine, 1, 0) != ZC_OK); /* the group has failed, for good */
+    b->device->ops->synchronize(b->device, b->stream); /* fails, where work of the failed group is in its way */
+    elsewhere_free(b->device, given, 3000 * sizeof(float));
 }
 
 static void collective_gathers_agree(void)
 {
     for (int what = OTHER_UNIT; what <= ALIKE; what++)
-        for (size_t ranks = 2; ranks <= 3; ranks++) {
-            blocks b = six;
-            b.defer = 1;
-            b.what = what;
-            with_blocks(ranks, b, mismatch_body);
-        }
+        for (size_t ranks = 2; ranks <= 3; ranks++)
+            for (int late = 0; late < 2; late++) {
+                blocks b = six;
+                b.defer = 1;
+                b.what = what;
+                b.late = late;
+                if (what == OTHER_SIZE)
+                    b.elems[2] = 3000;
+                with_blocks(ranks, b, mismatch_body);
+            }
+}
+
+/* One host is as many gathers ahead of the other as it can be; every use of a slot is in its place all the same. */
+static void run_ahead_body(blocks *b)
+{
+    enum { TURNS = 25 };
+    size_t uses = 0, order[TURNS * 2 * BLOCKS];
+    float *seen, got[TURNS * 2 * BLOCKS];
+    void *memory = NULL;
+    CHECK_OK(b->device->ops->alloc(b->device, sizeof got, &memory));
+    seen = memory;
+    if (b->rank == 1)
+        sleep_ms(200);
+    for (int turn = 0; turn < TURNS; turn++)
+        for (int backward = 0; backward < 2; backward++)
+            for (size_t k = 0; k < b->count; k++) {
+                size_t unit = backward ? b->count - k : k + 1;
+                CHECK_OK(zc_engine_acquire(b->engine, unit, backward));
+                const float *w = zc_engine_param(b->engine, unit);
+                CHECK_OK(b->device->ops->copy(b->device, b->stream, seen + uses, w + 999, sizeof *w));
+                order[uses++] = unit;
+                zc_engine_release(b->engine, unit);
+            }
+    CHECK_OK(zc_engine_sync(b->engine, "the end"));
+    CHECK_OK(b->device->ops->download(b->device, b->stream, got, seen, uses * sizeof *got));
+    for (size_t k = 0; k < uses; k++)
+        CHECK(got[k] == (float)(1000 * order[k] + 999));
+    b->device->ops->free(b->device, memory, sizeof got);
+}
+
+static void hosts_run_ahead(void)
+{
+    for (size_t ranks = 2; ranks <= 3; ranks++)
+        for (size_t slots = 1; slots <= 3; slots++)
+            for (int fill = 0; fill < 2; fill++) {
+                blocks b = six;
+                b.defer = 1;
+                b.slots = slots;
+                b.prefetch = slots - 1;
+                b.fill = fill;
+                with_blocks(ranks, b, run_ahead_body);
+            }
 }
 
 /* ---- traffic -------------------------------------------------------------------------------- */
@@ -1492,6 +1584,7 @@ int main(void)
 {
     RUN(equals_stage_2_deferred);
     RUN(collective_gathers_agree);
+    RUN(hosts_run_ahead);
     RUN(traffic_is_counted);
     RUN(memory_with_one_address);
 #if !ELSEWHERE

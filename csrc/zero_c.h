@@ -57,6 +57,22 @@ typedef struct zc_comm_config {
 
 /* Ranks as processes of this host. Collective; blocks until all have come. */
 zc_status zc_comm_open(const zc_comm_config *config, zc_comm **out);
+
+/* Ranks on one host or several, connected already: rank r > 0 by a stream socket to rank 0, which has one to each. */
+typedef struct zc_comm_sockets {
+    size_t rank, ranks;
+    const size_t *hosts;    /* [ranks]: equal numbers for ranks on one host */
+    const int *sockets;     /* rank 0: [ranks], its own entry is not looked at; else: one. Taken, also on failure */
+    double timeout_s;
+    int (*interrupted)(void *context);
+    void *interrupt_context;
+} zc_comm_sockets;
+
+/*
+ * Collective; blocks until all ranks have called it.  Between hosts goes what is small: engines on such a
+ * communicator keep everything on GPUs, see zc_comm_on_gpu.
+ */
+zc_status zc_comm_open_sockets(const zc_comm_sockets *config, zc_comm **out);
 /* Ranks as threads: fills out[0..ranks-1], one for each thread. */
 zc_status zc_comm_open_local(size_t ranks, double timeout_s, zc_comm **out);
 size_t zc_comm_rank(const zc_comm *comm);

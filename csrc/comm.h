@@ -308,6 +308,7 @@ typedef struct hub_comm_config {
     const size_t *hosts;         /* [ranks]: equal for ranks on one host */
     const int *sockets;          /* rank 0: [ranks], its own entry is not looked at; else: one. Taken, also on failure */
     uint64_t timeout_ns;
+    uint64_t beat_ns;            /* the same on all ranks; 0: HUB_BEAT_NS */
     int (*interrupted)(void *context);
     void *interrupt_context;
 } hub_comm_config;

@@ -69,12 +69,21 @@ zc_comm *py_comm_enter(PyObject *object)
     return self->comm;
 }
 
+/* Without the GIL: rank 0 of several hosts waits a moment for the others. */
+static void close_core(py_comm *self)
+{
+    zc_comm *comm = self->comm;
+
+    self->comm = NULL;
+    Py_BEGIN_ALLOW_THREADS
+    zc_comm_close(comm);
+    Py_END_ALLOW_THREADS
+}
+
 static void close_if_unused(py_comm *self)
 {
-    if (self->closed && !self->users) {
-        zc_comm_close(self->comm);
-        self->comm = NULL;
-    }
+    if (self->closed && !self->users)
+        close_core(self);
 }
 
 void py_comm_leave(PyObject *object)
@@ -102,7 +111,7 @@ static void comm_dealloc(py_comm *self)
 
     if (self->weak_references)
         PyObject_ClearWeakRefs((PyObject *)self);
-    zc_comm_close(self->comm);
+    close_core(self);
     type->tp_free(self);
     Py_DECREF(type);
 }

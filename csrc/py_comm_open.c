@@ -4,6 +4,8 @@
  */
 #include "py_comm.h"
 
+#include <unistd.h>
+
 static int check_place(Py_ssize_t rank, Py_ssize_t ranks)
 {
     if (ranks >= 1 && rank >= 0 && rank < ranks)
@@ -53,6 +55,13 @@ static int integer_at(PyObject *sequence, const char *name, Py_ssize_t at, Py_ss
     return PyErr_Occurred() ? -1 : (int)value;
 }
 
+static void close_all(const int *sockets, Py_ssize_t begin, Py_ssize_t end)
+{
+    for (Py_ssize_t i = begin; i < end; i++)
+        if (sockets[i] >= 0)
+            close(sockets[i]);
+}
+
 const char py_comm_sockets_doc[] = PyDoc_STR(
     "over_sockets(rank, world_size, hosts, sockets, local_rank, timeout=1800.0)\n--\n\n"
     "A group of ranks that are connected already, on one host or several. hosts: the number of each rank's host.\n"
@@ -73,18 +82,18 @@ PyObject *py_comm_over_sockets(PyObject *type, PyObject *args, PyObject *keyword
         || check_place(rank, ranks))
         return NULL;
     py_state *state = PyType_GetModuleState((PyTypeObject *)type);
-    if (py_comm_check_handler(state))
-        return NULL;
     size_t *hosts = PyMem_Calloc((size_t)ranks, sizeof *hosts);
     int *sockets = PyMem_Calloc((size_t)ranks, sizeof *sockets);
-    Py_ssize_t count = rank ? 1 : ranks;
+    Py_ssize_t count = rank ? 1 : ranks, taken = 0;
     if (!hosts || !sockets)
         PyErr_NoMemory();
+    for (; taken < count && !PyErr_Occurred(); taken++)
+        sockets[taken] = integer_at(sockets_source, "sockets", taken, count, -1);
     for (Py_ssize_t i = 0; i < ranks && !PyErr_Occurred(); i++)
         hosts[i] = (size_t)integer_at(hosts_source, "hosts", i, ranks, 0);
-    for (Py_ssize_t i = 0; i < count && !PyErr_Occurred(); i++)
-        sockets[i] = integer_at(sockets_source, "sockets", i, count, -1);
-    if (!PyErr_Occurred()) {
+    if (PyErr_Occurred() || py_comm_check_handler(state)) {
+        close_all(sockets, rank ? 0 : 1, taken);
+    } else {
         config.rank = (size_t)rank;
         config.ranks = (size_t)ranks;
         config.hosts = hosts;
@@ -95,7 +104,9 @@ PyObject *py_comm_over_sockets(PyObject *type, PyObject *args, PyObject *keyword
     }
     PyMem_Free(hosts);
     PyMem_Free(sockets);
-    return comm ? py_comm_wrap((PyTypeObject *)type, comm, (size_t)local_rank) : py_raise(state, status);
+    if (comm)
+        return py_comm_wrap((PyTypeObject *)type, comm, (size_t)local_rank);
+    return status == ZC_OK ? NULL : py_raise(state, status);
 }
 
 const char py_comm_local_doc[] = PyDoc_STR(

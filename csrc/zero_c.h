@@ -89,7 +89,10 @@ zc_status zc_comm_broadcast(zc_comm *comm, void *array, size_t bytes, size_t roo
 zc_status zc_comm_barrier(zc_comm *comm);
 /* Collective; ranks of one color >= 0 form a group; *out = NULL for color < 0. */
 zc_status zc_comm_split(zc_comm *comm, int64_t color, zc_comm **out);
-/* Local and prompt; engines on it must be destroyed first. NULL is allowed. */
+/*
+ * Local and prompt, but that rank 0 of several hosts, who holds the others together, gives them some seconds to close
+ * theirs.  Engines on it must be destroyed first.  NULL is allowed.
+ */
 void zc_comm_close(zc_comm *comm);
 
 /*

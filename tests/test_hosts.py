@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,15 +63,19 @@ def test_init_after_close():
     assert run_ranks(2, again_and_again, 10, env=on_hosts("ab"), deadline=60) == [[3] * 10] * 2
 
 
+def wait_until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
 def threads_left():
     before = len(os.listdir("/proc/self/task"))
     comm = zero_c.init()
     comm.barrier()
     comm.split(0).close()
     comm.close()
-    end = time.monotonic() + 10
-    while len(os.listdir("/proc/self/task")) > before and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_until(lambda: len(os.listdir("/proc/self/task")) == before, 5)
     return len(os.listdir("/proc/self/task")) - before
 
 
@@ -119,11 +124,12 @@ def test_ctrl_c_in_a_wait():
     assert 0.4 < waited < 2
 
 
-def waits_for_the_dead(killed):
+def waits_for_the_dead(killed, ready):
     comm = zero_c.init()
     comm.barrier()
     try:
         if comm.rank == killed:
+            Path(ready).touch()
             time.sleep(60)
         comm.barrier()
     except zero_c.CommError as error:
@@ -132,10 +138,12 @@ def waits_for_the_dead(killed):
 
 
 @pytest.mark.parametrize("killed", [1, 0])
-def test_a_killed_rank_is_noticed_within_a_second(killed):
+def test_a_killed_rank_is_noticed_within_a_second(killed, tmp_path):
+    ready = tmp_path / "ready"
     with RankGroup(3, env=on_hosts("abb"), leaks=False) as group:
-        group.start(waits_for_the_dead, killed)
-        time.sleep(2)
+        group.start(waits_for_the_dead, killed, str(ready))
+        wait_until(ready.exists)
+        time.sleep(0.3)
         at = time.monotonic()
         group.kill(killed)
         outcomes = group.wait(deadline=20)
@@ -231,7 +239,7 @@ def test_launch_on_two_hosts(on_two_hosts, status):
 
 
 def test_hosts_with_different_numbers_of_ranks(on_two_hosts, tmp_path):
-    (tmp_path / "meet.py").write_text("import zero_c\nzero_c.init(start_timeout=5)\n")
+    (tmp_path / "meet.py").write_text("import zero_c\nzero_c.init(start_timeout=4)\n")
     port = free_port()
 
     def command(host):

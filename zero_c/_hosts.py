@@ -21,6 +21,7 @@ from zero_c._core import CommError, Timeout
 from zero_c._handshake import Job, Refused, Wrong
 
 HELLO_S = 5.0      # for a connection to be made, and for one to say its first word
+FAREWELL_S = 1.0   # for rank 0 to say who is missing to a rank that gives up
 RETRY_S = 0.2
 PORT_BUSY_S = 3.0  # how long the port may still belong to a connection that is going away
 GUESTS_MAX = 128   # connections that have not said who they are
@@ -166,8 +167,10 @@ class _Listener:
             return
         except OSError:
             data = b""
-        # A rank that has joined has nothing to say: it speaks only by going away, and may come again.
         if not data or guest.said is not None:
+            # A rank that has joined has nothing to say. It ends its side when it gives up, and may come again.
+            if guest.said is not None:
+                self._tell_missing(guest)
             self._drop(guest)
             return
         guest.data += data
@@ -183,6 +186,8 @@ class _Listener:
     def _read(self, guest):
         """Takes the guest in when its hello is whole and right."""
         size = _handshake.HEAD.size
+        if not guest.data.startswith(_handshake.MAGIC[:len(guest.data)]):
+            raise Wrong("no hello")
         if len(guest.data) < size:
             return
         length, proof = _handshake.head(guest.data[:size], _handshake.HELLO_BYTES)
@@ -195,18 +200,26 @@ class _Listener:
             self.joined[said["rank"]] = guest
 
     def _give_up(self):
+        for guest in self.joined.values():
+            self._tell_missing(guest)
+        raise Timeout(f"job '{self.job.name}': {self._missing()}")
+
+    def _tell_missing(self, guest):
+        sentence = self._missing()[:_handshake.SENTENCE_CHARACTERS]
+        _say(guest, _handshake.answer(self.job, guest.said["nonce"], refused=sentence, late=True))
+
+    def _missing(self):
+        """Who has not come yet, in words."""
         job = self.job
         missing = [str(rank) for rank in range(1, job.ranks) if rank not in self.joined]
-        sentence = (f"job '{job.name}': {len(missing)} of {job.ranks} ranks did not come to {job.address} within "
-                    f"{job.start_timeout_s:.1f} s; missing: {', '.join(missing)}")
+        sentence = (f"{len(missing)} of {job.ranks} ranks did not come to {job.address} within "
+                    f"{job.start_timeout_s - job.left_s():.1f} s; missing: {', '.join(missing)}")
         own = [sock.getsockname()[0].partition("%")[0] for sock in self.listening]
         if all(ipaddress.ip_address(number).is_loopback for number in own):
             sentence += f"; rank 0 listens at {own[0]}, which ranks on other hosts cannot reach: give its address on the network"
         if self.refused:
             sentence += f"; refused was: {self.refused}"
-        for guest in self.joined.values():
-            _say(guest, _handshake.answer(job, guest.said["nonce"], refused=sentence[:_handshake.SENTENCE_CHARACTERS], late=True))
-        raise Timeout(sentence)
+        return sentence
 
     def _answer(self):
         """Tells all ranks of all hosts. Who is gone meanwhile will be missed by the core."""
@@ -301,10 +314,17 @@ def _wait_for_all(sock, job, nonce):
     """The numbers of their hosts, when all ranks have come."""
     limit_bytes = _handshake.HELLO_BYTES + _handshake.ANSWER_BYTES_PER_RANK * job.ranks
     try:
-        return _handshake.read_answer(job, nonce, *_receive(sock, limit_bytes, job.give_up))
-    except TimeoutError:
+        try:
+            return _handshake.read_answer(job, nonce, *_receive(sock, limit_bytes, job.give_up))
+        except TimeoutError:
+            sock.shutdown(socket.SHUT_WR)  # rank 0, which may have begun later, tells who is missing
+            _handshake.read_answer(job, nonce, *_receive(sock, limit_bytes, time.monotonic() + FAREWELL_S))
+            raise
+    except (OSError, Wrong) as error:
+        if job.left_s() > 0:
+            raise
         raise Timeout(f"rank {job.rank}: job '{job.name}' did not start within {job.start_timeout_s:.1f} s; rank 0 at "
-                      f"{job.address} is still waiting for other ranks") from None
+                      f"{job.address} did not answer") from None
     except Refused as refused:
         sentence, late = refused.args
         raise (Timeout if late else CommError)(

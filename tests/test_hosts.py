@@ -56,7 +56,7 @@ def by_argument(backend):
 def test_tcp_on_one_host_with_the_launchers_address(n):
     total = n * (n + 1) // 2
     assert run_ranks(n, by_argument, "tcp", deadline=30) == [["tcp", total]] * n
-    assert run_ranks(n, by_argument, "auto", deadline=30) == [["shm", total]] * n
+    assert run_ranks(n, by_argument, "auto", deadline=30) == [["shared memory", total]] * n
 
 
 def test_init_after_close():

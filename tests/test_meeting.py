@@ -158,7 +158,7 @@ def test_a_name_may_be_unknown_at_first(ranks, monkeypatch):
 def test_a_rank_that_went_away_may_come_again(ranks):
     ranks.start(0, 0, 3)
     ranks.start("first", 1, 3, start_timeout_s=0.5)
-    assert "1 of 3 ranks did not come" in ranks.late("first") and "missing: 2" in ranks.late("first")
+    assert "1 of 3 ranks are not at" in ranks.late("first") and "missing: 2" in ranks.late("first")
     ranks.start("again", 1, 3)
     assert ranks.waits("again")
     ranks.start(2, 2, 3)
@@ -200,9 +200,17 @@ def test_a_missing_rank_is_named_on_all(ranks):
     ranks.start(2, 2, 4)
     for key in (0, 2):
         sentence = ranks.late(key)
-        assert "2 of 4 ranks did not come" in sentence and "missing: 1, 3" in sentence and str(ranks.address) in sentence
+        assert "2 of 4 ranks are not at" in sentence and "missing: 1, 3" in sentence and str(ranks.address) in sentence
         assert "listens at 127.0.0.1, which ranks on other hosts cannot reach" in sentence
     assert ranks.outcome(2).seconds < 3
+
+
+def test_a_rank_that_gave_up_is_not_missing(ranks):
+    ranks.start(0, 0, 3, start_timeout_s=1.2)
+    ranks.start(1, 1, 3, start_timeout_s=0.6)
+    assert "missing: 2" in ranks.late(1)
+    sentence = ranks.late(0)
+    assert "2 of 3 ranks are not at" in sentence and "missing: 2; came and went: 1" in sentence
 
 
 def test_nobody_listens(ranks):

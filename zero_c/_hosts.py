@@ -49,11 +49,11 @@ def _hand_over(sock):
     return sock
 
 
-def _reason(error):
-    """What an OSError means, without its number."""
+def _why(error):
+    """What an OSError, or a Wrong, means; without its number."""
     if isinstance(error, TimeoutError):
         return "no answer"
-    return error.strerror or str(error)
+    return getattr(error, "strerror", None) or str(error)
 
 
 # ---- rank 0 --------------------------------------------------------------
@@ -73,6 +73,7 @@ class _Listener:
         self.job = job
         self.joined = {}   # rank -> _Guest
         self.guests = {}   # _Guest -> None: those who have not said who they are, the oldest first
+        self.went = set()  # ranks that had joined once
         self.refused = ""  # the last sentence
         self.listening = []
         self.selector = selectors.DefaultSelector()
@@ -110,7 +111,7 @@ class _Listener:
     def _cannot_listen(self, error):
         advice = ("another program has that port: choose a free one with ZERO_C_ADDR=host:port, or another MASTER_PORT"
                   if error.errno == errno.EADDRINUSE else "it must be an address of the host of rank 0, the same on all ranks")
-        return CommError(f"rank 0 of job '{self.job.name}' cannot listen at {self.job.address} ({_reason(error)}); {advice}")
+        return CommError(f"rank 0 of job '{self.job.name}' cannot listen at {self.job.address} ({_why(error)}); {advice}")
 
     def _stop_listening(self):
         for sock in self.listening:
@@ -159,6 +160,7 @@ class _Listener:
             del self.guests[guest]
         else:
             del self.joined[guest.said["rank"]]
+            self.went.add(guest.said["rank"])
 
     def _hear(self, guest):
         try:
@@ -211,9 +213,11 @@ class _Listener:
     def _missing(self):
         """Who has not come yet, in words."""
         job = self.job
-        missing = [str(rank) for rank in range(1, job.ranks) if rank not in self.joined]
-        sentence = (f"{len(missing)} of {job.ranks} ranks did not come to {job.address} within "
-                    f"{job.start_timeout_s - job.left_s():.1f} s; missing: {', '.join(missing)}")
+        absent = set(range(1, job.ranks)) - self.joined.keys()
+        sentence = f"{len(absent)} of {job.ranks} ranks are not at {job.address} after {job.start_timeout_s - job.left_s():.1f} s"
+        for what, ranks in (("missing", absent - self.went), ("came and went", absent & self.went)):
+            if ranks:
+                sentence += f"; {what}: {', '.join(map(str, sorted(ranks)))}"
         own = [sock.getsockname()[0].partition("%")[0] for sock in self.listening]
         if all(ipaddress.ip_address(number).is_loopback for number in own):
             sentence += f"; rank 0 listens at {own[0]}, which ranks on other hosts cannot reach: give its address on the network"
@@ -289,7 +293,7 @@ def _join(job):
         try:
             return _call(job)
         except (OSError, Wrong) as error:
-            reason = _reason(error) if isinstance(error, OSError) else str(error)
+            reason = _why(error)
         time.sleep(max(0.0, min(RETRY_S, job.left_s())))
     raise Timeout(f"rank {job.rank}: rank 0 of job '{job.name}' was not met at {job.address} within {job.start_timeout_s:.1f} s "
                   f"({reason}); missing: 0")
@@ -313,22 +317,34 @@ def _call(job):
 def _wait_for_all(sock, job, nonce):
     """The numbers of their hosts, when all ranks have come."""
     limit_bytes = _handshake.HELLO_BYTES + _handshake.ANSWER_BYTES_PER_RANK * job.ranks
+    gave_up = not _speaks(sock, job.left_s())
     try:
-        try:
-            return _handshake.read_answer(job, nonce, *_receive(sock, limit_bytes, job.give_up))
-        except TimeoutError:
+        if gave_up:
             sock.shutdown(socket.SHUT_WR)  # rank 0, which may have begun later, tells who is missing
-            _handshake.read_answer(job, nonce, *_receive(sock, limit_bytes, time.monotonic() + FAREWELL_S))
-            raise
+        hosts = _handshake.read_answer(job, nonce, *_receive(sock, limit_bytes, time.monotonic() + FAREWELL_S))
+        if not gave_up:
+            return hosts
+        why = "the last came at that moment"
     except (OSError, Wrong) as error:
-        if job.left_s() > 0:
+        if not gave_up:
             raise
-        raise Timeout(f"rank {job.rank}: job '{job.name}' did not start within {job.start_timeout_s:.1f} s; rank 0 at "
-                      f"{job.address} did not answer") from None
+        why = _why(error)
     except Refused as refused:
         sentence, late = refused.args
         raise (Timeout if late else CommError)(
             f"rank {job.rank} of job '{job.name}', answer from {job.address}: {sentence}") from None
+    raise Timeout(f"rank {job.rank}: job '{job.name}' did not start within {job.start_timeout_s:.1f} s; rank 0 at {job.address} "
+                  f"did not say who is missing ({why})")
+
+
+def _speaks(sock, seconds):
+    """Waits for the other side to say something, or to end the connection."""
+    sock.settimeout(max(0.01, seconds))
+    try:
+        sock.recv(1, socket.MSG_PEEK)
+        return True
+    except TimeoutError:
+        return False
 
 
 def _receive(sock, limit_bytes, give_up):

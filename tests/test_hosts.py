@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from test_init_launch import PACKAGE_ROOT, again_and_again, check_collectives, c
 
 import zero_c
 from zero_c import _gpu
+from zero_c._core import Communicator
 
 
 def on_hosts(names, **more):
@@ -83,6 +85,16 @@ def test_no_thread_is_left():
     assert run_ranks(3, threads_left, env=on_hosts("aba"), deadline=30) == [0] * 3
 
 
+@pytest.mark.parametrize("wrong", [{"hosts": [0]}, {"hosts": [0, -1]}, {"hosts": [0, "a"]}, {"hosts": 5}, {"timeout": -1}])
+def test_sockets_belong_to_who_refuses_them(wrong):
+    given, other = socket.socketpair()
+    with other:
+        with pytest.raises((ValueError, TypeError)):
+            Communicator.over_sockets(1, 2, sockets=[given.detach()], local_rank=0, **{"hosts": [0, 1], **wrong})
+        other.settimeout(5)
+        assert other.recv(1) == b""
+
+
 # ---- what goes wrong -----------------------------------------------------------------
 
 
@@ -140,7 +152,7 @@ def waits_for_the_dead(killed, ready):
 @pytest.mark.parametrize("killed", [1, 0])
 def test_a_killed_rank_is_noticed_within_a_second(killed, tmp_path):
     ready = tmp_path / "ready"
-    with RankGroup(3, env=on_hosts("abb"), leaks=False) as group:
+    with RankGroup(3, env=on_hosts("abb")) as group:
         group.start(waits_for_the_dead, killed, str(ready))
         wait_until(ready.exists)
         time.sleep(0.3)

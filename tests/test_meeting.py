@@ -171,7 +171,7 @@ def test_a_rank_that_went_away_may_come_again(ranks):
 @pytest.mark.parametrize(("wrong", "said"), [
     ({"token": "other"}, "ZERO_C_TOKEN must be the same"), ({"token": None}, "ZERO_C_TOKEN must be the same"),
     ({"name": "other"}, "rank 1 is of another job"), ({"ranks": 4}, "rank 0 expects 3 ranks, rank 1 4"),
-    ({"ranks": 2}, "rank 0 expects 3 ranks, rank 1 2"),
+    ({"ranks": 2}, "rank 0 expects 3 ranks, rank 1 2"), ({"rank": 3}, "ranks 1 to 2 are expected"),
 ])
 def test_who_does_not_belong_is_told_and_the_others_meet(ranks, wrong, said):
     ranks.start(0, 0, 3)

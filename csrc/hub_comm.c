@@ -284,7 +284,7 @@ static void hub_poison(zc_comm *comm, zc_status status, const char *why)
 
 const comm_ops hub_ops = {
     /* Without regions there are no operations on them: comm.c calls none of those. */
-    .name = "hub",
+    .name = "tcp",
     .ordered = 0,
     .channel_open = hub_channel_open,
     .channel_close = hub_channel_close,

@@ -23,7 +23,7 @@ typedef struct py_comm {
 /* This thread runs signal handlers inside a wait of the core. */
 static _Thread_local int inside_handler;
 
-static int interrupted(void *context)
+int py_comm_interrupted(void *context)
 {
     int result = 0;
 
@@ -69,12 +69,21 @@ zc_comm *py_comm_enter(PyObject *object)
     return self->comm;
 }
 
+/* Without the GIL: rank 0 of several hosts waits a moment for the others. */
+static void close_core(py_comm *self)
+{
+    zc_comm *comm = self->comm;
+
+    self->comm = NULL;
+    Py_BEGIN_ALLOW_THREADS
+    zc_comm_close(comm);
+    Py_END_ALLOW_THREADS
+}
+
 static void close_if_unused(py_comm *self)
 {
-    if (self->closed && !self->users) {
-        zc_comm_close(self->comm);
-        self->comm = NULL;
-    }
+    if (self->closed && !self->users)
+        close_core(self);
 }
 
 void py_comm_leave(PyObject *object)
@@ -83,7 +92,7 @@ void py_comm_leave(PyObject *object)
     close_if_unused((py_comm *)object);
 }
 
-static PyObject *wrap(PyTypeObject *type, zc_comm *comm, size_t local_rank)
+PyObject *py_comm_wrap(PyTypeObject *type, zc_comm *comm, size_t local_rank)
 {
     py_comm *self = (py_comm *)type->tp_alloc(type, 0);
 
@@ -96,75 +105,13 @@ static PyObject *wrap(PyTypeObject *type, zc_comm *comm, size_t local_rank)
     return (PyObject *)self;
 }
 
-static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
-{
-    static char *names[] = {"rank", "world_size", "job", "token", "local_rank", "start_timeout", "timeout", NULL};
-    zc_comm_config config = {.start_timeout_s = 60, .timeout_s = 1800, .interrupted = interrupted};
-    Py_ssize_t rank, ranks, local_rank = -1;
-    zc_comm *comm = NULL;
-    zc_status status;
-
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "nns|zndd:Communicator", names, &rank, &ranks, &config.job,
-                                     &config.token, &local_rank, &config.start_timeout_s, &config.timeout_s))
-        return NULL;
-    if (ranks < 1 || rank < 0 || rank >= ranks) {
-        PyErr_Format(PyExc_ValueError, "rank is %zd of world_size %zd; legal are world_size >= 1 and 0 <= rank < world_size",
-                     rank, ranks);
-        return NULL;
-    }
-    py_state *state = PyType_GetModuleState(type);
-    if (py_comm_check_handler(state))
-        return NULL;
-    config.rank = (size_t)rank;
-    config.ranks = (size_t)ranks;
-    Py_BEGIN_ALLOW_THREADS
-    status = zc_comm_open(&config, &comm);
-    Py_END_ALLOW_THREADS
-    if (status != ZC_OK)
-        return py_raise(state, status);
-    return wrap(type, comm, local_rank < 0 ? (size_t)rank : (size_t)local_rank);
-}
-
-PyDoc_STRVAR(local_doc, "local(ranks, timeout=1800.0)\n--\n\n"
-                        "Communicators of `ranks` ranks that are threads of this process, one for each thread.");
-
-static PyObject *comm_local(PyObject *type, PyObject *args, PyObject *keywords)
-{
-    static char *names[] = {"ranks", "timeout", NULL};
-    Py_ssize_t ranks;
-    double timeout_s = 1800;
-
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "n|d:local", names, &ranks, &timeout_s))
-        return NULL;
-    if (ranks < 1 || ranks > 4096) {
-        PyErr_Format(PyExc_ValueError, "ranks is %zd; legal are 1 to 4096", ranks);
-        return NULL;
-    }
-    zc_comm **comms = PyMem_Calloc((size_t)ranks, sizeof *comms);
-    if (!comms)
-        return PyErr_NoMemory();
-    zc_status status = zc_comm_open_local((size_t)ranks, timeout_s, comms);
-    PyObject *list = status == ZC_OK ? PyList_New(ranks) : py_raise(PyType_GetModuleState((PyTypeObject *)type), status);
-    for (Py_ssize_t rank = 0; status == ZC_OK && rank < ranks; rank++) {
-        PyObject *comm = list ? wrap((PyTypeObject *)type, comms[rank], (size_t)rank) : NULL;
-        if (comm)
-            PyList_SET_ITEM(list, rank, comm);
-        else if (list)
-            Py_CLEAR(list); /* wrap() closed this one */
-        else
-            zc_comm_close(comms[rank]);
-    }
-    PyMem_Free(comms);
-    return list;
-}
-
 static void comm_dealloc(py_comm *self)
 {
     PyTypeObject *type = Py_TYPE(self);
 
     if (self->weak_references)
         PyObject_ClearWeakRefs((PyObject *)self);
-    zc_comm_close(self->comm);
+    close_core(self);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -423,7 +370,7 @@ static PyObject *finish_group(PyObject *self, zc_status status, zc_comm *made)
     if (!done || !made)
         return done;
     Py_DECREF(done);
-    return wrap(Py_TYPE(self), made, ((py_comm *)self)->local_rank);
+    return py_comm_wrap(Py_TYPE(self), made, ((py_comm *)self)->local_rank);
 }
 
 PyDoc_STRVAR(split_doc, "split(color)\n--\n\nA communicator of the ranks that gave the same color (an integer >= 0), in rank "
@@ -534,7 +481,9 @@ static PyObject *comm_repr(py_comm *self)
 #define KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
 
 static PyMethodDef comm_methods[] = {
-    {"local", (PyCFunction)(void (*)(void))comm_local, METH_VARARGS | METH_KEYWORDS | METH_CLASS, local_doc},
+    {"local", (PyCFunction)(void (*)(void))py_comm_local, METH_VARARGS | METH_KEYWORDS | METH_CLASS, py_comm_local_doc},
+    {"over_sockets", (PyCFunction)(void (*)(void))py_comm_over_sockets, METH_VARARGS | METH_KEYWORDS | METH_CLASS,
+     py_comm_sockets_doc},
     {"all_reduce", KEYWORDS(comm_all_reduce), all_reduce_doc},
     {"reduce_scatter", KEYWORDS(comm_reduce_scatter), reduce_scatter_doc},
     {"all_gather", comm_all_gather, METH_O, all_gather_doc},
@@ -570,7 +519,7 @@ PyDoc_STRVAR(comm_doc, "Communicator(rank, world_size, job, token=None, local_ra
                        "--\n\nA group of ranks; zero_c.init() makes one from the environment.");
 
 static PyType_Slot comm_slots[] = {
-    {Py_tp_new, comm_new},         {Py_tp_dealloc, comm_dealloc}, {Py_tp_repr, comm_repr}, {Py_tp_methods, comm_methods},
+    {Py_tp_new, py_comm_new},      {Py_tp_dealloc, comm_dealloc}, {Py_tp_repr, comm_repr}, {Py_tp_methods, comm_methods},
     {Py_tp_getset, comm_getset},   {Py_tp_members, comm_members}, {Py_tp_doc, (void *)comm_doc}, {0, NULL},
 };
 

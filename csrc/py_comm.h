@@ -1,5 +1,5 @@
 /*
- * What engines need of a Communicator object.
+ * What engines need of a Communicator object, and its constructors of it.
  *
  * Its zc_comm is closed when close() was called and no call is inside it.  Engines
  * on it may live longer: their memory stays, and their collective calls fail.
@@ -18,5 +18,17 @@ void py_comm_leave(PyObject *comm);
 int py_comm_check_open(PyObject *comm);
 /* 0, or -1 with Error set: this is a signal handler inside a wait of the core, which holds locks. */
 int py_comm_check_handler(py_state *state);
+
+/* For the core's waits: runs signal handlers; not 0: one of them raised. */
+int py_comm_interrupted(void *context);
+
+/* The object for a zc_comm, which it owns from now on, also on failure. */
+PyObject *py_comm_wrap(PyTypeObject *type, zc_comm *comm, size_t local_rank);
+
+/* Constructors, in py_comm_open.c. */
+PyObject *py_comm_new(PyTypeObject *type, PyObject *args, PyObject *keywords);
+PyObject *py_comm_local(PyObject *type, PyObject *args, PyObject *keywords);
+PyObject *py_comm_over_sockets(PyObject *type, PyObject *args, PyObject *keywords);
+extern const char py_comm_local_doc[], py_comm_sockets_doc[];
 
 #endif

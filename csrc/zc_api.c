@@ -9,6 +9,7 @@
 #include "mem_comm.h"
 
 #include <math.h>
+#include <unistd.h>
 
 static zc_status check_seconds(const char *name, double seconds, uint64_t *out_ns)
 {
@@ -34,6 +35,26 @@ zc_status zc_comm_open(const zc_comm_config *config, zc_comm **out)
     ZC_TRY(check_seconds("start_timeout", config->start_timeout_s, &shm.start_timeout_ns));
     ZC_TRY(check_seconds("timeout", config->timeout_s, &shm.timeout_ns));
     return shm_comm_open(&shm, out);
+}
+
+zc_status zc_comm_open_sockets(const zc_comm_sockets *config, zc_comm **out)
+{
+    hub_comm_config hub = {
+        .rank = config->rank,
+        .ranks = config->ranks,
+        .hosts = config->hosts,
+        .sockets = config->sockets,
+        .interrupted = config->interrupted,
+        .interrupt_context = config->interrupt_context,
+    };
+    *out = NULL;
+    zc_status status = check_seconds("timeout", config->timeout_s, &hub.timeout_ns);
+    if (status == ZC_OK)
+        return hub_comm_open(&hub, out);
+    for (size_t r = 0; r < (config->rank ? 1 : config->ranks); r++)
+        if (config->rank || r)
+            close(config->sockets[r]);
+    return status;
 }
 
 zc_status zc_comm_open_local(size_t ranks, double timeout_s, zc_comm **out)

@@ -57,6 +57,22 @@ typedef struct zc_comm_config {
 
 /* Ranks as processes of this host. Collective; blocks until all have come. */
 zc_status zc_comm_open(const zc_comm_config *config, zc_comm **out);
+
+/* Ranks on one host or several, connected already: rank r > 0 by a stream socket to rank 0, which has one to each. */
+typedef struct zc_comm_sockets {
+    size_t rank, ranks;
+    const size_t *hosts;    /* [ranks]: equal numbers for ranks on one host */
+    const int *sockets;     /* rank 0: [ranks], its own entry is not looked at; else: one. Taken, also on failure */
+    double timeout_s;
+    int (*interrupted)(void *context);
+    void *interrupt_context;
+} zc_comm_sockets;
+
+/*
+ * Collective; blocks until all ranks have called it.  Between hosts goes what is small: engines on such a
+ * communicator keep everything on GPUs, see zc_comm_on_gpu.
+ */
+zc_status zc_comm_open_sockets(const zc_comm_sockets *config, zc_comm **out);
 /* Ranks as threads: fills out[0..ranks-1], one for each thread. */
 zc_status zc_comm_open_local(size_t ranks, double timeout_s, zc_comm **out);
 size_t zc_comm_rank(const zc_comm *comm);
@@ -73,7 +89,10 @@ zc_status zc_comm_broadcast(zc_comm *comm, void *array, size_t bytes, size_t roo
 zc_status zc_comm_barrier(zc_comm *comm);
 /* Collective; ranks of one color >= 0 form a group; *out = NULL for color < 0. */
 zc_status zc_comm_split(zc_comm *comm, int64_t color, zc_comm **out);
-/* Local and prompt; engines on it must be destroyed first. NULL is allowed. */
+/*
+ * Local and prompt, but that rank 0 of several hosts, who holds the others together, gives them some seconds to close
+ * theirs.  Engines on it must be destroyed first.  NULL is allowed.
+ */
 void zc_comm_close(zc_comm *comm);
 
 /*

@@ -46,22 +46,45 @@ def test_alone():
 
 
 LAUNCHED = [
-    ({"ZERO_C_RANK": "1", "ZERO_C_WORLD_SIZE": "3"}, (1, 3, 1)),
-    ({"ZERO_C_RANK": "1", "ZERO_C_WORLD_SIZE": "3", "RANK": "0", "WORLD_SIZE": "2"}, (1, 3, 1)),
-    ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, (1, 2, 0)),
-    ({"RANK": "1", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}, (1, 2, 1)),
-    ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, (2, 4, 2)),
-    ({"PMI_RANK": "0", "PMI_SIZE": "2"}, (0, 2, 0)),
-    ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1"}, (1, 2, 1)),
-    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 1, 0)),
-    ({}, (0, 1, 0)),
+    ({"ZERO_C_RANK": "1", "ZERO_C_WORLD_SIZE": "3"}, (1, 3, None, None)),
+    ({"ZERO_C_RANK": "1", "ZERO_C_WORLD_SIZE": "3", "RANK": "0", "WORLD_SIZE": "2"}, (1, 3, None, None)),
+    ({"ZERO_C_RANK": "2", "ZERO_C_WORLD_SIZE": "4", "ZERO_C_LOCAL_RANK": "0", "ZERO_C_LOCAL_WORLD_SIZE": "2"}, (2, 4, 0, True)),
+    ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, (1, 2, 0, False)),
+    ({"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}, (9, 16, 1, True)),
+    ({"RANK": "1", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}, (1, 2, None, None)),
+    ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, (2, 4, 2, None)),
+    ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+      "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (2, 4, 0, True)),
+    ({"PMI_RANK": "0", "PMI_SIZE": "2"}, (0, 2, None, None)),
+    ({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, (0, 2, None, False)),
+    ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1"}, (1, 2, 1, False)),
+    ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0", "SLURM_NNODES": "2"}, (1, 2, 0, True)),
+    ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_NNODES": "2", "SLURM_STEP_NUM_NODES": "1"},
+     (1, 2, None, False)),
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 1, None, None)),
+    ({}, (0, 1, None, None)),
 ]
 
 
 @pytest.mark.parametrize(("environ", "place"), LAUNCHED)
 def test_launchers_are_understood(environ, place):
     found = _init._from_environment(environ)
-    assert (found.rank, found.size, found.local_rank) == place
+    assert (found.rank, found.size, found.local_rank, found.several_hosts) == place
+
+
+MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(("backend", "address", "environ", "tcp"), [
+    ("auto", None, {}, False), ("tcp", None, {}, True), ("auto", "host:1", {}, True), ("nccl", None, {}, False),
+    ("auto", None, MPI, False), ("auto", None, {**MPI, "ZERO_C_ADDR": "host:1"}, True), ("shm", None, {**MPI, "ZERO_C_ADDR": "a:1"}, False),
+    ("auto", None, {**MPI, "ZERO_C_ADDR": "host:1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, False),
+    ("nccl", None, {**MPI, "ZERO_C_ADDR": "host:1"}, True), ("auto", None, {"ZERO_C_ADDR": "host:1"}, False),
+    ("auto", None, {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, True), ("auto", "host:1", {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, True),
+    ("nccl", None, {**MPI, "MASTER_ADDR": "host", "MASTER_PORT": "1"}, False),
+])
+def test_shared_memory_where_all_ranks_are_on_one_host(backend, address, environ, tcp):
+    assert _init._connects(backend, address, _init._from_environment(environ), environ) == tcp
 
 
 WRONG = [
@@ -73,9 +96,11 @@ WRONG = [
     ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is -1"),
     ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is 0"),
     ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "q"}, "LOCAL_RANK is 'q'"),
-    ({"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "several hosts"),
-    ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "several hosts"),
-    ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_NNODES": "2"}, "2 hosts"),
+    ({"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "set ZERO_C_ADDR=host:port"),
+    ({"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "ZERO_C_ADDR": "host"}, "ZERO_C_ADDR is 'host'"),
+    ({"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "x"}, "MASTER_PORT has port 'x'"),
+    ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "set ZERO_C_ADDR=host:port"),
+    ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_NNODES": "2"}, "set ZERO_C_ADDR=host:port"),
     ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT"),
 ]
 
@@ -96,8 +121,10 @@ def test_wrong_environments_name_the_variable(environ, message, monkeypatch):
     ({"rank": True, "world_size": 2, "job": "j"}, TypeError, "rank is True"),
     ({"rank": 0, "world_size": 0}, ValueError, "world_size is 0"),
     ({"rank": 0, "world_size": 2}, ValueError, "job="),
-    ({"backend": "gloo"}, ValueError, "'auto', 'shm'"),
-    ({"address": "host:1"}, ValueError, "address"),
+    ({"backend": "gloo"}, ValueError, "'auto', 'shm', 'tcp', 'nccl'"),
+    ({"address": "host:1", "backend": "shm"}, ValueError, "address is 'host:1'.*backend 'shm'"),
+    ({"rank": 0, "world_size": 2, "job": "j", "address": "host"}, ValueError, "address is 'host'"),
+    ({"rank": 0, "world_size": 2, "job": "j", "backend": "tcp"}, ValueError, "ZERO_C_ADDR"),
     ({"job": ""}, ValueError, "job"),
     ({"timeout": 0}, ValueError, "timeout is 0"),
     ({"timeout": float("nan")}, ValueError, "timeout"),
@@ -121,6 +148,22 @@ def test_jobs_are_told_apart():
     assert len(set(keys)) == len(keys)
     assert all(len(key.encode()) <= _init.JOB_BYTES for key in keys)
     assert key({**torchrun, "RANK": "1"}) == keys[0]
+
+
+def test_ranks_on_several_hosts_know_their_job_by_the_same_name():
+    def key(environ, port):
+        return _init._job_key(None, _init._from_environment(environ), environ, port)
+
+    assert key({**MPI, "MASTER_PORT": "1"}, 7) == key(MPI, 7) == ":7"  # the parent is another one on each host
+    assert "5" in key({**MPI, "PMIX_NAMESPACE": "5"}, 7) != key(MPI, 7)
+    assert key({**MPI, "ZERO_C_JOB": "x"}, 7) == "x:7"
+
+
+def test_shm_is_refused_on_several_hosts(monkeypatch):
+    for name, value in {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="several hosts.*'shm'"):
+        zero_c.init(backend="shm")
 
 
 # ---- several ---------------------------------------------------------------
@@ -152,9 +195,9 @@ def collectives():
             "members": members, "nobody": nobody, "errors": errors}
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_collectives(n):
-    for rank, got in enumerate(run_ranks(n, collectives, deadline=60)):
+def check_collectives(of_ranks):
+    n = len(of_ranks)
+    for rank, got in enumerate(of_ranks):
         total = sum(range(1, n + 1))
         assert got["mean"].tolist() == [np.float32(sum(range(n))) / np.float32(n), 1]
         assert got["reduced"] == {"sum": [total, 2 * n], "max": [n, 2], "min": [1, 2], "prod": [int(np.prod(range(1, n + 1))), 2**n]}
@@ -165,6 +208,11 @@ def test_collectives(n):
         assert got["members"] == [peer for peer in range(n) if peer % 2 == rank % 2] and got["nobody"] is None
         wanted = ["TypeError", "ValueError", "ValueError", "ValueError", "ValueError", "TypeError"]
         assert got["errors"] == (wanted if n > 1 else wanted[:4] + wanted[5:])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_collectives(n):
+    check_collectives(run_ranks(n, collectives, deadline=60))
 
 
 def again_and_again(times):
@@ -418,7 +466,11 @@ def alive(pid):
         return False
 
 
-@pytest.mark.parametrize("options", [["-n", "0", "x.py"], ["x.py"], ["-n", "2"], ["-n", "2", "--timeout-grace", "-1", "x.py"]])
+@pytest.mark.parametrize("options", [
+    ["-n", "0", "x.py"], ["x.py"], ["-n", "2"], ["-n", "2", "--timeout-grace", "-1", "x.py"], ["-n", "2", "--hosts", "0", "x.py"],
+    ["-n", "2", "--hosts", "2", "--host-index", "2", "--address", "a:5", "x.py"], ["-n", "2", "--host-index", "1", "x.py"],
+    ["-n", "2", "--hosts", "2", "x.py"], ["-n", "2", "--hosts", "2", "--address", "a", "x.py"],
+    ["-n", "2", "--hosts", "2", "--address", "a:1", "x.py"], ["-n", "2", "--hosts", "2", "--address", "a:5", "x.py"]])
 def test_wrong_launcher_arguments(options):
     done = subprocess.run([sys.executable, "-m", "zero_c.launch", *options], capture_output=True, text=True, timeout=60,
                           env={**os.environ, "PYTHONPATH": PACKAGE_ROOT})

@@ -36,6 +36,16 @@ class Communicator:
     ) -> Communicator: ...
     @classmethod
     def local(cls, ranks: int, timeout: float = 1800.0) -> list[Communicator]: ...
+    @classmethod
+    def over_sockets(
+        cls,
+        rank: int,
+        world_size: int,
+        hosts: Sequence[int],
+        sockets: Sequence[int],
+        local_rank: int,
+        timeout: float = 1800.0,
+    ) -> Communicator: ...
     @property
     def rank(self) -> int: ...
     @property

@@ -2,7 +2,7 @@
 
 Launchers are looked for in the order of LAUNCHERS; the first whose variables are
 set tells rank and size, and with them the job's name, by which the ranks of one
-job find each other on this host and are kept apart from those of others.
+job find each other and are kept apart from those of others.
 """
 
 import hashlib
@@ -11,9 +11,11 @@ import numbers
 import operator
 import os
 
+from zero_c import _gpu, _hosts
+from zero_c._address import find_address
 from zero_c._core import Communicator
 
-BACKENDS = ("auto", "shm")
+BACKENDS = ("auto", "shm", "tcp", "nccl")
 JOB_BYTES = 80  # longest name the core takes
 
 _default = None
@@ -24,8 +26,12 @@ def init(rank=None, world_size=None, *, address=None, job=None, backend="auto", 
 
     rank, world_size  both, or neither: then from the variables of zero_c.launch, torchrun, mpirun or srun; one
                       rank where none is set
-    job               name of the job on this host; by default the launcher's
-    address           for ranks on several hosts, which no backend of this build can connect
+    address           "host:port" where rank 0 listens for ranks on other hosts, the same on all ranks; by default
+                      ZERO_C_ADDR, or MASTER_ADDR at MASTER_PORT + 1, or under srun its first host
+    job               name of the job; by default the launcher's
+    backend           "shm": shared memory between ranks on one host; "tcp": connections to rank 0, for ranks on
+                      several hosts, which train parameters on GPUs; "auto": "tcp" if an address is given or the ranks
+                      are on several hosts, else "shm"; "nccl": as "auto", and then each rank's GPU `local_rank`
     start_timeout     seconds for all ranks to come here
     timeout           seconds for a living rank to come to an operation; a dead one is noticed at once
 
@@ -38,19 +44,59 @@ def init(rank=None, world_size=None, *, address=None, job=None, backend="auto", 
         return _default
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; legal are {', '.join(map(repr, BACKENDS))}")
-    if address is not None:
-        raise ValueError(f"address is {address!r}; it is for ranks on several hosts, and backend {backend!r} of this build "
-                         f"connects ranks of one host: leave it out")
     start_timeout = _seconds("start_timeout", start_timeout)
     timeout = _seconds("timeout", timeout)
     place = _from_arguments(rank, world_size) if (rank, world_size) != (None, None) else _from_environment(os.environ)
     if job is not None and not (isinstance(job, str) and job):
         raise ValueError(f"job is {job!r}; it must be a string that is not empty")
-    comm = Communicator(place.rank, place.size, _job_key(job, place, os.environ), os.environ.get("ZERO_C_TOKEN") or None,
-                        place.local_rank, start_timeout, timeout)
+    if _connects(backend, address, place, os.environ):
+        comm = _over_tcp(place, address, job, start_timeout, timeout)
+    else:
+        comm = Communicator(place.rank, place.size, _job_key(job, place, os.environ), _token(),
+                            -1 if place.local_rank is None else place.local_rank, start_timeout, timeout)
+    if backend == "nccl":
+        comm = _onto_gpu(comm)
     if _default is None or _default.closed:
         _default = comm
     return comm
+
+
+def _connects(backend, address, place, environ):
+    """Whether ranks are connected by TCP, rather than by shared memory."""
+    if backend == "shm":
+        if address is not None:
+            raise ValueError(f"address is {address!r}; it is for ranks on several hosts, and backend 'shm' connects ranks of one "
+                             f"host: leave one of the two out")
+        if place.several_hosts:
+            raise ValueError("the launcher started ranks on several hosts, and backend 'shm' connects ranks of one host; leave "
+                             "it out")
+        return False
+    if backend == "tcp" or address is not None or place.several_hosts:
+        return True
+    return place.several_hosts is None and place.size > 1 and "ZERO_C_ADDR" in environ
+
+
+def _over_tcp(place, address, job, start_timeout, timeout):
+    hosts, sockets = [0], [None]
+    if place.size > 1:
+        address = find_address(address, os.environ)
+        key = _job_key(job, place, os.environ, address.port)
+        hosts, sockets = _hosts.meet(place.rank, place.size, address, key, _token(), start_timeout)
+    local_rank = place.local_rank
+    if local_rank is None:
+        local_rank = hosts[:place.rank].count(hosts[place.rank])
+    return Communicator.over_sockets(place.rank, place.size, hosts, [sock.detach() if sock else -1 for sock in sockets],
+                                     local_rank, timeout)
+
+
+def _onto_gpu(comm):
+    """The same ranks on their GPUs; what fails on one rank fails on all."""
+    with comm:
+        return _gpu.communicator(comm, comm.local_rank)
+
+
+def _token():
+    return os.environ.get("ZERO_C_TOKEN") or None
 
 
 def local_group(ranks, timeout=1800.0):
@@ -70,10 +116,13 @@ def close_default():
 
 
 class Place:
-    """A rank's place, and where it was read."""
+    """A rank's place. None is what nobody told: the number on its host, whether there are several, the job's name; and
+    the name that the ranks of this host have in common.
+    """
 
-    def __init__(self, rank, size, local_rank, job=None):
-        self.rank, self.size, self.local_rank, self.job = rank, size, local_rank, job
+    def __init__(self, rank, size, local_rank=None, several_hosts=None, job=None, host_job=None):
+        self.rank, self.size, self.local_rank, self.several_hosts = rank, size, local_rank, several_hosts
+        self.job, self.host_job = job, host_job
 
 
 def _torchrun_job(environ):
@@ -86,8 +135,8 @@ def _slurm_job(environ):
 
 
 def _mpi_job(environ):
-    # Without a namespace the ranks of one mpirun on this host still have one parent.
-    return f"mpi {environ.get('PMIX_NAMESPACE') or os.getppid()}"
+    space = environ.get("PMIX_NAMESPACE")
+    return space and f"mpi {space}"
 
 
 # Names of the variables for rank, size, local rank and ranks on this host (srun counts hosts instead); the job's name.
@@ -112,15 +161,14 @@ def _from_environment(environ):
                 raise ValueError(f"{other} is set and {name} is not; set both or neither, or pass rank and world_size")
         size = _integer(size_name, environ[size_name], 1)
         rank = _integer(rank_name, environ[rank_name], 0, size)
-        local_size = _integer(local_size_name, environ[local_size_name], 1) if local_size_name in environ else size
-        if rank_name == "SLURM_PROCID" and _slurm_hosts(environ) > 1:
-            raise ValueError(f"srun started this job on {_slurm_hosts(environ)} hosts; this build connects ranks of one host")
-        if local_size < size:
-            raise ValueError(f"{size_name} is {size} and {local_size_name} is {local_size}: the ranks are on several hosts, "
-                             f"and this build connects ranks of one host")
-        local_rank = _integer(local_rank_name, environ[local_rank_name], 0) if local_rank_name in environ else rank
-        return Place(rank, size, local_rank, job(environ))
-    return Place(0, 1, 0)
+        local_rank = _integer(local_rank_name, environ[local_rank_name], 0) if local_rank_name in environ else None
+        several = _slurm_hosts(environ) > 1 if rank_name == "SLURM_PROCID" else None
+        if local_size_name in environ:
+            several = _integer(local_size_name, environ[local_size_name], 1) < size
+        # The ranks of one mpirun have one parent on each host, whatever else is not told.
+        host_job = f"mpi {os.getppid()}" if job is _mpi_job else None
+        return Place(rank, size, local_rank, several, job(environ), host_job)
+    return Place(0, 1)
 
 
 def _slurm_hosts(environ):
@@ -133,13 +181,14 @@ def _from_arguments(rank, world_size):
         raise ValueError(f"rank is {rank!r} and world_size is {world_size!r}; pass both or neither")
     size = _integer("world_size", world_size, 1)
     rank = _integer("rank", rank, 0, size)
-    return Place(rank, size, rank)
+    return Place(rank, size)
 
 
-def _job_key(job, place, environ):
-    """What the ranks of this job have in common and no other job on this host has."""
+def _job_key(job, place, environ, port=None):
+    """What the ranks of this job have in common and no other job has, on this host or, with a port, at the address of rank 0."""
     name = job or environ.get("ZERO_C_JOB") or place.job
-    port = environ.get("MASTER_PORT")
+    if port is None:
+        name, port = name or place.host_job, environ.get("MASTER_PORT")
     if place.size == 1:
         name = f"alone {os.getpid()}"
     elif not name and not port:

@@ -1,5 +1,9 @@
 """python -m zero_c.launch -n N script.py args...: N ranks on this host.
 
+With --hosts H --host-index I --address HOST:PORT, given on every host, N ranks on each of H hosts; host 0 has the
+address, with a free port (and torch the port below it). They know one another by ZERO_C_TOKEN, a secret to be set on
+every host, and ZERO_C_JOB, by default the address.
+
 Every rank is the same Python with ZERO_C_* variables, and unless --no-torch-env
 torchrun's, set. Signals are passed on; when one rank fails the others are ended;
 the exit status is that of the first that failed (128 + signal number for a signal).
@@ -16,6 +20,8 @@ import subprocess
 import sys
 import time
 
+from zero_c._address import parse_address
+
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SENT_BY_KERNEL = 0x80  # si_code of a signal that a terminal sent, to every process in the foreground
 PR_SET_PDEATHSIG = 1
@@ -26,6 +32,9 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl
 def parse(argv):
     parser = argparse.ArgumentParser(prog="python -m zero_c.launch", description="Start N ranks of a script on this host.")
     parser.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks")
+    parser.add_argument("--hosts", type=int, default=1, help="number of hosts, each with N ranks (default 1)")
+    parser.add_argument("--host-index", type=int, default=0, metavar="I", help="this host's number, from 0")
+    parser.add_argument("--address", metavar="HOST:PORT", help="with several hosts: of host 0, with a free port there")
     parser.add_argument("--no-torch-env", action="store_true", help="set only ZERO_C_* variables, not torchrun's")
     parser.add_argument("--timeout-grace", type=float, default=10.0, metavar="SECONDS",
                         help="from SIGTERM to SIGKILL when the ranks are ended (default 10)")
@@ -37,7 +46,28 @@ def parse(argv):
         parser.error(f"-n is {options.ranks}; it must be 1 or more")
     if not 0 <= options.timeout_grace < float("inf"):
         parser.error(f"--timeout-grace is {options.timeout_grace}; it must be 0 or more")
+    if options.hosts < 1 or not 0 <= options.host_index < options.hosts:
+        parser.error(f"--hosts is {options.hosts} and --host-index {options.host_index}; legal are 1 host or more, and an index "
+                     f"from 0, below --hosts")
+    if options.hosts > 1:
+        check_hosts(parser, options)
     return options
+
+
+def check_hosts(parser, options):
+    """What ranks on several hosts must have in common cannot be made up here."""
+    if options.address is None:
+        parser.error("--hosts without --address; give host 0's address and a free port there, the same on all hosts")
+    try:
+        options.address = parse_address(options.address, "--address")
+    except ValueError as error:
+        parser.error(str(error))
+    if options.address.port == 1:
+        parser.error("--address has port 1; torch uses the port below it: legal are 2 to 65535")
+    if not os.environ.get("ZERO_C_TOKEN"):
+        parser.error("ranks on several hosts meet over the network, where others may come: set ZERO_C_TOKEN to the same secret "
+                     "on all hosts, for example to what this printed on one of them: "
+                     "python -c 'import secrets; print(secrets.token_hex(16))'")
 
 
 def free_port():
@@ -46,20 +76,29 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def environments(ranks, torch_env):
-    """One environment for each rank."""
-    common = {"ZERO_C_WORLD_SIZE": str(ranks), "ZERO_C_JOB": f"launch {os.getpid()} {secrets.token_hex(8)}",
-              "ZERO_C_TOKEN": secrets.token_hex(16)}
+def meeting(options):
+    """What the ranks have in common, in variables of zero_c; MASTER_ADDR and MASTER_PORT for torch."""
+    if options.hosts > 1:
+        address = options.address
+        return {"ZERO_C_ADDR": str(address), "ZERO_C_JOB": os.environ.get("ZERO_C_JOB") or f"launch {address}",
+                "ZERO_C_TOKEN": os.environ["ZERO_C_TOKEN"]}, (address.host, address.port - 1)
+    return {"ZERO_C_JOB": f"launch {os.getpid()} {secrets.token_hex(8)}",
+            "ZERO_C_TOKEN": secrets.token_hex(16)}, ("127.0.0.1", free_port())
+
+
+def environments(options):
+    """One environment for each rank on this host."""
+    local, size = options.ranks, options.hosts * options.ranks
+    common, (master, port) = meeting(options)
+    counts = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local)}
     if "OMP_NUM_THREADS" not in os.environ:
-        common["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
-    if torch_env:
-        common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(free_port())}
-    for rank in range(ranks):
-        own = {"ZERO_C_RANK": str(rank), "ZERO_C_LOCAL_RANK": str(rank)}
-        if torch_env:
-            own |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        yield {**os.environ, **common, **own}
+        common["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // local))
+    if not options.no_torch_env:
+        common |= {"MASTER_ADDR": master, "MASTER_PORT": str(port)}
+    for local_rank in range(local):
+        place = {"RANK": str(options.host_index * local + local_rank), "LOCAL_RANK": str(local_rank), **counts}
+        own = {f"ZERO_C_{name}": value for name, value in place.items()}
+        yield {**os.environ, **common, **own, **({} if options.no_torch_env else place)}
 
 
 def start(options, mask):
@@ -75,7 +114,7 @@ def start(options, mask):
     command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.args]
     started = []
     try:
-        for environ in environments(options.ranks, not options.no_torch_env):
+        for environ in environments(options):
             started.append(subprocess.Popen(command, env=environ, preexec_fn=prepare))
     except BaseException:
         end(started, 0)
@@ -100,11 +139,11 @@ def status_of(process):
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
-def watch(processes, grace_s):
+def watch(processes, first_rank, grace_s):
     """Until all have ended or one failed: the exit status. Signals that arrive are passed on."""
     kill_at = None  # set by a signal that asks the ranks to end
     while True:
-        for rank, process in enumerate(processes):
+        for rank, process in enumerate(processes, first_rank):
             if process.poll():
                 print(f"zero_c.launch: rank {rank} ended with status {status_of(process)}; ending the others", file=sys.stderr)
                 end(processes, grace_s)
@@ -128,7 +167,7 @@ def main(argv=None):
     options = parse(argv)
     # Signals wait until watch() takes them, so none is lost and none interrupts anything else.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, *FORWARDED})
-    return watch(start(options, mask), options.timeout_grace)
+    return watch(start(options, mask), options.host_index * options.ranks, options.timeout_grace)
 
 
 if __name__ == "__main__":

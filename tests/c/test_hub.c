@@ -213,7 +213,7 @@ static void arguments_body(rank_state *s)
     comm_region *region = NULL;
     comm_ticket ticket;
     int done;
-    CHECK(!strcmp(s->comm->ops->name, "hub") && !s->comm->ops->device && !s->comm->ops->gpu);
+    CHECK(!strcmp(s->comm->ops->name, "tcp") && !s->comm->ops->device && !s->comm->ops->gpu);
     CHECK(!s->comm->ops->ordered && s->comm->in_rank_order);
     CHECK_EQ(s->comm->rank, s->rank);
     CHECK_EQ(s->comm->ranks, s->ranks);

@@ -21,6 +21,7 @@ parameters, or second names of a tied weight; the command does.
 """
 
 import fnmatch
+import warnings
 
 import torch
 import torch.distributed.checkpoint as checkpoint
@@ -48,7 +49,7 @@ class Planner(checkpoint.DefaultLoadPlanner):
     """Values that are no tensors are read with weights_only."""
 
     def __init__(self, folder):
-        super().__init__(flatten_state_dict=False)
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._folder = folder
 
     def load_bytes(self, read_item, value):
@@ -69,7 +70,9 @@ class Folder(_source.Source):
         wanted = {key: torch.empty(about.size, dtype=about.properties.dtype) if isinstance(about := self.about[key], TensorStorageMetadata)
                   else None for key in keys}
         try:
-            checkpoint.load(wanted, storage_reader=self._reader, planner=Planner(self._folder), no_dist=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist says so
+                checkpoint.load(wanted, storage_reader=self._reader, planner=Planner(self._folder), no_dist=True)
         except CheckpointError:
             raise
         except Exception as error:  # whatever a damaged file leads to; torch wraps it

@@ -141,7 +141,8 @@ def optimizer_files(folder):
                 raise CheckpointError(f"{path} and {found[int(match[1])].name} are of the same rank: two checkpoints lie in {folder}")
             found[int(match[1])] = path
     if not found:
-        raise CheckpointError(f"{folder} has no *_optim_states.pt; it is no DeepSpeed checkpoint of ZeRO stage 1, 2 or 3")
+        raise CheckpointError(f"{folder} has no *_optim_states.pt; it is no DeepSpeed checkpoint of ZeRO stage 1, 2 or 3 (without "
+                              f"ZeRO, mp_rank_00_model_states.pt has the model's and the optimizer's state dicts whole)")
     missing = [rank for rank in range(max(found) + 1) if rank not in found]
     if missing:
         name = next(iter(found.values())).name
@@ -188,8 +189,7 @@ def stage_of(state, path):
     """1, 2 or 3; the bf16 optimizer, whose layout is that of stage 1, names none."""
     stage = state.get("zero_stage", 1 if "single_partition_of_fp32_groups" in state else None)
     if stage not in (1, 2, 3):
-        raise CheckpointError(f"{path} says ZeRO stage {stage}; legal are 1, 2 and 3 (without ZeRO the file "
-                              f"mp_rank_00_model_states.pt has all in plain form)")
+        raise CheckpointError(f"{path} says ZeRO stage {stage}; legal are 1, 2 and 3")
     return int(stage)
 
 

@@ -73,11 +73,13 @@ class Folder(_source.Source):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist says so
                 checkpoint.load(wanted, storage_reader=self._reader, planner=Planner(self._folder), no_dist=True)
-        except CheckpointError:
-            raise
-        except Exception as error:  # whatever a damaged file leads to; torch wraps it
-            first = str(error).strip().split("\n")[-1][:300]
-            raise CheckpointError(f"{self._folder}: {', '.join(keys)[:200]} cannot be read; a file is damaged ({first})") from None
+        except (Exception, checkpoint.CheckpointException) as error:  # whatever a damaged file leads to; torch wraps it
+            failures = [cause for cause, _ in getattr(error, "failures", {}).values()]
+            cause = failures[0] if failures else error
+            if isinstance(cause, CheckpointError):
+                raise cause from None
+            raise CheckpointError(f"{self._folder}: {', '.join(keys)[:200]} cannot be read; a file of the folder is damaged "
+                                  f"({type(cause).__name__}: {' '.join(str(cause).split())[:300]})") from None
         return wanted
 
     def values(self, tensor, role, begin, end):

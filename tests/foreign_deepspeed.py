@@ -43,10 +43,10 @@ def classes():
 
 
 def write(folder, *, stage, ranks, groups, values, moments, module, buffers, shared, steps, scaler=None, config=None, bf16=False,
-          change=None):
+          align=1, change=None):
     """groups: (options, names) of each; values, moments[role]: name -> fp32 tensor; module: name -> tensor, all of the model.
 
-    scaler: attributes of a dynamic loss scaler; change(contents, name of the file): spoils what is written.
+    scaler: attributes of a dynamic loss scaler; align: stages 1 and 2, each parameter takes a multiple of it; change(contents, name of the file): spoils what is written.
     """
     tag = folder / "global_step3"
     tag.mkdir(parents=True)
@@ -65,13 +65,14 @@ def write(folder, *, stage, ranks, groups, values, moments, module, buffers, sha
             if stage == 3 or rank == 0:
                 save(model_file(stage, rank, ranks, module, buffers, shapes, frozen, shared if rank == 0 else {}, config),
                      f"{f'zero_pp_rank_{rank}_' if stage == 3 else ''}mp_rank_00_model_states.pt")
-            cut = stage_3_vector if stage == 3 else stage_2_vector
-            flat = {role: [cut([of_role[name] for name in names], rank, ranks) for _, names in groups]
+            flat = {role: [stage_3_vector([of_role[name] for name in names], rank, ranks) if stage == 3 else
+                           stage_2_vector([filled(of_role[name], align) for name in names], rank, ranks) for _, names in groups]
                     for role, of_role in {"weight": values, **moments}.items()}
             inner = {"state": {number: {"step": torch.tensor(float(steps)), **{role: flat[role][number] for role in moments}}
                                for number in range(len(groups))},
                      "param_groups": [{**options, "params": [number]} for number, (options, _) in enumerate(groups)]}
-            state = optimizer_file(made, stage, rank, ranks, groups, values, flat["weight"], inner, scaler)
+            extra = [[-values[name].numel() % align for name in names] for _, names in groups]
+            state = optimizer_file(made, stage, rank, ranks, groups, values, flat["weight"], inner, scaler, extra)
             save({"optimizer_state_dict": state, "ds_config": config or {}, "ds_version": "0.19.8"},
                  f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     return folder
@@ -87,7 +88,7 @@ def model_file(stage, rank, ranks, module, buffers, shapes, frozen, shared, conf
             "dp_world_size": ranks, "mp_world_size": 1, "ds_config": config or {}, "ds_version": "0.19.8"}
 
 
-def optimizer_file(made, stage, rank, ranks, groups, values, weights, inner, scaler):
+def optimizer_file(made, stage, rank, ranks, groups, values, weights, inner, scaler, extra):
     loss_scaler = made["DynamicLossScaler" if scaler else "LossScaler"]()
     loss_scaler.__dict__.update(scaler or {"cur_scale": 1.0, "dynamic": False})
     state = {"loss_scaler": loss_scaler, "dynamic_loss_scale": bool(scaler), "overflow": False,
@@ -96,14 +97,19 @@ def optimizer_file(made, stage, rank, ranks, groups, values, weights, inner, sca
         return state | {"partition_count": ranks, "optimizer_state_dict": inner, "fp32_flat_groups": weights}
     fragment = made["fragment_address"]()
     fragment.__dict__.update(numel=1, start=0)
-    paddings = [padding(sum(values[name].numel() for name in names), ranks) if rank == ranks - 1 else 0 for _, names in groups]
+    paddings = [padding(sum(values[name].numel() for name in names) + sum(of_group), ranks) if rank == ranks - 1 else 0
+                for (_, names), of_group in zip(groups, extra, strict=True)]
     return state | {"clip_grad": 0.0, "base_optimizer_state": inner, "group_paddings": paddings, "partition_count": [ranks] * len(groups),
-                    "single_partition_of_fp32_groups": [vector[:len(vector) - extra] for vector, extra in zip(weights, paddings, strict=True)],
-                    "param_slice_mappings": [{"any": fragment} for _ in groups]}
+                    "single_partition_of_fp32_groups": [vector[:len(vector) - count] for vector, count in zip(weights, paddings, strict=True)],
+                    "param_alignment_paddings": extra, "param_slice_mappings": [{"any": fragment} for _ in groups]}
 
 
 def padding(count, ranks):
     return -count % (2 * ranks)
+
+
+def filled(tensor, align):
+    return torch.cat([tensor.reshape(-1), tensor.new_zeros(-tensor.numel() % align)])
 
 
 def stage_2_vector(tensors, rank, ranks):

@@ -117,6 +117,25 @@ def test_numbers_of_ranks(groups, trained, tmp_path, stage, ranks):
             same(found["state"][name]["exp_avg_sq"], entry["exp_avg_sq"], name)
 
 
+def bf16_optimizer(contents, name):
+    """As the optimizer of that name, which knows no stage, and takes no padding off."""
+    if "optim" in name:
+        state = contents["optimizer_state_dict"]
+        del state["zero_stage"], state["loss_scaler"]
+        moments = state["base_optimizer_state"]["state"]
+        state["single_partition_of_fp32_groups"] = [torch.cat([vector, torch.zeros(len(moments[number]["exp_avg"]) - len(vector))])
+                                                    for number, vector in enumerate(state["single_partition_of_fp32_groups"])]
+    return contents
+
+
+@pytest.mark.parametrize("how", [{"align": 16}, {"change": bf16_optimizer}], ids=["aligned", "bf16 optimizer"])
+def test_forms_of_stage_1(groups, trained, tmp_path, how):
+    known = trained("bfloat16")[0]
+    convert("deepspeed", write_deepspeed(tmp_path / "source", known, "bfloat16", 1, **how), tmp_path / "dest")
+    found, _ = groups(2).run(rank_convert.resume, str(tmp_path / "dest"), "bfloat16", 1)
+    assert found["losses"] == known["losses"]
+
+
 def test_16_bit_masters_between_two_weights(groups, trained, tmp_path):
     """Whatever bits a master has, it is there again; the weight is the master rounded as the engine does it."""
     known = trained("bfloat16")[0]

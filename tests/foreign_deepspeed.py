@@ -46,7 +46,8 @@ def write(folder, *, stage, ranks, groups, values, moments, module, buffers, sha
           align=1, change=None):
     """groups: (options, names) of each; values, moments[role]: name -> fp32 tensor; module: name -> tensor, all of the model.
 
-    scaler: attributes of a dynamic loss scaler; align: stages 1 and 2, each parameter takes a multiple of it; change(contents, name of the file): spoils what is written.
+    scaler: attributes of a dynamic loss scaler; align: stages 1 and 2, each parameter takes a multiple of it;
+    change(contents, name of the file): spoils what is written.
     """
     tag = folder / "global_step3"
     tag.mkdir(parents=True)
@@ -100,7 +101,8 @@ def optimizer_file(made, stage, rank, ranks, groups, values, weights, inner, sca
     paddings = [padding(sum(values[name].numel() for name in names) + sum(of_group), ranks) if rank == ranks - 1 else 0
                 for (_, names), of_group in zip(groups, extra, strict=True)]
     return state | {"clip_grad": 0.0, "base_optimizer_state": inner, "group_paddings": paddings, "partition_count": [ranks] * len(groups),
-                    "single_partition_of_fp32_groups": [vector[:len(vector) - count] for vector, count in zip(weights, paddings, strict=True)],
+                    "single_partition_of_fp32_groups": [vector[:len(vector) - count]
+                                                        for vector, count in zip(weights, paddings, strict=True)],
                     "param_alignment_paddings": extra, "param_slice_mappings": [{"any": fragment} for _ in groups]}
 
 

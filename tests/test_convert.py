@@ -223,6 +223,8 @@ BAD_DEEPSPEED = {
     "tensor parallel": (put(2, "mp_world_size", file="model"), ["mp_rank_00_model_states.pt", "tensor parallelism"]),
     "MiCS": (put([1], STATE, "ds_zero_partition_groups"), ["MiCS"]),
     "groups": (put(list, "param_shapes", file="model"), ["tells of 0 vectors", "has 2"]),
+    "vectors of a rank": (put(list, STATE, "single_partition_of_fp32_groups", file="rank_1"), ["rank_1", "has 0"]),
+    "what nobody foresaw": (put(5, "param_shapes", file="model"), ["source is damaged", "not known", "TypeError"]),
     "not a tensor": (put("x", "module", "shift", file="model"), ["'shift'", "str"]),
 }
 
@@ -309,7 +311,7 @@ def test_deepspeed_itself(groups, tmp_path, stage, dtype, tolerance):
     before = set(os.listdir("/dev/shm"))
     try:
         with RankGroup(2, env={"DS_ACCELERATOR": "cpu"}, leaks=False) as theirs:
-            losses = theirs.run(rank_convert.deepspeed, str(tmp_path / "source"), stage, dtype, {}, deadline=500)
+            losses = theirs.run(rank_convert.deepspeed, str(tmp_path / "source"), stage, dtype, deadline=500)
     finally:
         for left in set(os.listdir("/dev/shm")) - before:
             if left.startswith("deepspeed_allreduce_buffer"):

@@ -5,7 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-from zero_c._core import Error
+from zero_c._core import CheckpointError, Error
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -23,8 +23,8 @@ def parser():
         kind.add_argument("--dtype", choices=DTYPES, help="of the target's parameters; by default as in the source")
         kind.add_argument("--buffer-dtype", choices=DTYPES, help="of the target's floating-point buffers; by default as in the source")
         kind.add_argument("--optimizer", choices=("adamw", "adam"), help="of the target, where the source does not say")
-        kind.add_argument("--frozen-group", type=group, default=argparse.SUPPRESS, metavar="N", help="parameter group in which the target's optimizer has its "
-                          "frozen parameters, or 'none'; by default 0 if the source has one group, else none")
+        kind.add_argument("--frozen-group", type=group, default=argparse.SUPPRESS, metavar="N", help="parameter group in which the "
+                          "target's optimizer has its frozen parameters, or 'none'; by default 0 if the source has one group, else none")
     dcp.add_argument("--frozen", action="append", default=[], metavar="PATTERN", help="frozen parameters, as name or shell pattern")
     dcp.add_argument("--buffer", action="append", default=[], metavar="PATTERN", help="floating-point buffers, the same")
     dcp.add_argument("--alias", action="append", default=[], metavar="NAME=NAME", type=pair,
@@ -43,6 +43,14 @@ def pair(text):
     return first, second
 
 
+def read(converter, given):
+    """The Source; what nobody foresaw in a foreign file is an error that names the folder, as all else."""
+    try:
+        return converter.read(given.source, given)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{given.source} is damaged, or of a layout that is not known ({type(error).__name__}: {error})") from error
+
+
 def main(arguments=None):
     given = parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception: what is half written goes
@@ -53,7 +61,7 @@ def main(arguments=None):
             raise
         sys.exit("zero_c.convert needs torch, which is not installed here")
     try:
-        source = {"deepspeed": deepspeed, "dcp": dcp}[given.kind].read(given.source, given)
+        source = read({"deepspeed": deepspeed, "dcp": dcp}[given.kind], given)
         _source.write(source, given.dest)
     except (Error, OSError) as error:
         print(f"zero_c.convert: {error}", file=sys.stderr)

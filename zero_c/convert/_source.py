@@ -178,7 +178,8 @@ def optimizer_of(groups, known, given):
         raise CheckpointError("some groups have decoupled_weight_decay and some have not; zero_c has one rule for all groups")
     found = {True: "adamw", False: "adam"}[said.pop()] if said else known
     if found is None and given.optimizer is None:
-        raise CheckpointError("the source does not say whether its optimizer is AdamW or Adam: pass --optimizer adamw or --optimizer adam")
+        raise CheckpointError("the source does not say whether its optimizer is AdamW or Adam: pass --optimizer adamw, or "
+                              "--optimizer adam")
     if None not in (found, given.optimizer) and found != given.optimizer:
         raise CheckpointError(f"--optimizer is {given.optimizer}, and the source is of {found}; leave it out")
     return found or given.optimizer

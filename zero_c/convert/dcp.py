@@ -67,8 +67,7 @@ class Folder(_source.Source):
 
     def load(self, keys):
         """The values of these keys."""
-        wanted = {key: torch.empty(about.size, dtype=about.properties.dtype) if isinstance(about := self.about[key], TensorStorageMetadata)
-                  else None for key in keys}
+        wanted = {key: self._room(self.about[key]) for key in keys}
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist says so
@@ -81,6 +80,10 @@ class Folder(_source.Source):
             raise CheckpointError(f"{self._folder}: {', '.join(keys)[:200]} cannot be read; a file of the folder is damaged "
                                   f"({type(cause).__name__}: {' '.join(str(cause).split())[:300]})") from None
         return wanted
+
+    @staticmethod
+    def _room(about):
+        return torch.empty(about.size, dtype=about.properties.dtype) if isinstance(about, TensorStorageMetadata) else None
 
     def values(self, tensor, role, begin, end):
         key = tensor.place.get(role)
@@ -108,7 +111,8 @@ def read(folder, given):
     if unknown is not None:
         raise CheckpointError(f"{folder}: the optimizer's parameter '{unknown}' is not among the model's; save the state that "
                               f"torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives, which has the model's names")
-    steps = {name: int(value) for name, value in zip(state, source.load([roles["step"] for roles in state.values()]).values(), strict=True)}
+    counts = source.load([roles["step"] for roles in state.values()])
+    steps = {name: int(counts[roles["step"]]) for name, roles in state.items()}
     rename = _source.renaming(list(weights), given.strip_prefix)
     group_of = {name: number for number, names in enumerate(members) for name in names}
     tensors = sort_in(source, weights, state, steps, group_of, rename, given)
@@ -132,7 +136,8 @@ def check_files(folder, storage):
         if not path.is_file():
             raise CheckpointError(f"{path} is missing; the files of all ranks are needed")
         if path.stat().st_size < end:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes and had at least {end} when it was written; it was truncated")
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes and had at least {end} when it was written; it was "
+                                  f"truncated")
 
 
 # ---- what the names say ----------------------------------------------------------
@@ -142,8 +147,8 @@ def optimizer_root(about, folder):
     """What stands before "param_groups." in all keys that have it."""
     roots = {key[:f".{key}".index(".param_groups.")] for key in about if ".param_groups." in f".{key}"}
     if len(roots) != 1:
-        raise CheckpointError(f"{folder} has the state of {len(roots) or 'no'} optimizers ({', '.join(sorted(roots)) or 'no key with '}"
-                              f"'param_groups'); one is needed, as get_optimizer_state_dict gives it")
+        found = f"the state of {len(roots)} optimizers ({', '.join(sorted(roots))})" if roots else "no key with 'param_groups'"
+        raise CheckpointError(f"{folder} has {found}; the state of one optimizer is needed, as get_optimizer_state_dict gives it")
     return roots.pop()
 
 
@@ -225,12 +230,12 @@ def sort_in(source, weights, state, steps, group_of, rename, given):
             unknown.append(target)
             continue
         place = {"weight": weights[name], **(state.get(name, {}) if kind == "parameter" else {})}
-        tensors[target] = _source.Tensor(target, kind, _source.dtype_of(about.properties.dtype, kind, name, given), tuple(about.size),
-                                         place, group_of.get(name), steps.get(name, 0))
+        dtype = _source.dtype_of(about.properties.dtype, kind, name, given)
+        tensors[target] = _source.Tensor(target, kind, dtype, tuple(about.size), place, group_of.get(name), steps.get(name, 0))
     if unknown:
-        raise CheckpointError(f"{len(unknown)} tensors have no optimizer state, and the source does not say why: {', '.join(unknown[:20])}"
-                              f"{', ...' if len(unknown) > 20 else ''}; say what each is with --buffer PATTERN, --frozen PATTERN, or "
-                              f"--alias NAME=NAME (another name of a tied weight)")
+        shown = ", ".join([*unknown[:20], *(["..."] if len(unknown) > 20 else [])])
+        raise CheckpointError(f"{len(unknown)} tensors have no optimizer state, and the source does not say why: {shown}; say what each "
+                              f"is with --buffer PATTERN, --frozen PATTERN, or --alias NAME=NAME (another name of a tied weight)")
     for other, name in given.alias:
         tensors[name].aliases.append(other)
     return list(tensors.values())

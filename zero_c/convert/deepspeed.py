@@ -85,23 +85,21 @@ def read(folder, given):
     optimizer = _source.optimizer_of(groups, optimizer_of_config(model.get("ds_config")), given)
     group_of = {number: index for index, group in enumerate(groups) for number in group["params"]}
     shapes = item(model, "param_shapes", model_paths[0])
-    if not len(shapes) == len(weights[0]) == len(group_of):
-        raise CheckpointError(f"{model_paths[0]} tells of {len(shapes)} vectors, {paths[0]} has {len(weights[0])} and state of "
-                              f"{len(group_of)}; the files are of different checkpoints, or of a layout that is not known")
+    for vectors, path in zip(weights, paths, strict=True):
+        if not len(shapes) == len(vectors) == len(group_of):
+            raise CheckpointError(f"{model_paths[0]} tells of {len(shapes)} vectors, {path} has {len(vectors)} and {paths[0]} options of "
+                                  f"{len(group_of)}; the files are of different checkpoints, or of a layout that is not known")
     moments = [moments_of(state, vectors, path) for state, vectors, path in zip(inner_states, weights, paths, strict=True)]
     steps = steps_of(inner_states[0], groups, group_of, moments[0], paths[0])
-    amsgrad = any(group.get("amsgrad", False) for group in groups)
-    check_roles(moments, paths, weights, amsgrad)
+    check_roles(moments, paths, weights, [groups[group_of[number]].get("amsgrad", False) for number in range(len(group_of))])
 
     rename = _source.renaming([name for group in shapes for name in group], given.strip_prefix)
-    tensors, lay = [], lay_stage_3 if stage == 3 else lay_stage_2
-    paddings = states[0].get("param_alignment_paddings")
+    places = lay(stage, shapes, weights, states[0].get("param_alignment_paddings"), paths[0])
+    tensors = []
     for number, names in enumerate(shapes):
-        places = lay(number, {name: math.prod(shape) for name, shape in names.items()}, [vectors[number] for vectors in weights],
-                     paddings[number] if paddings else None, paths[0])
-        for name, runs in places.items():
+        for name, shape in names.items():
             dtype = _source.dtype_of(dtype_in(model, name, model_paths[0]), "parameter", name, given)
-            tensors.append(_source.Tensor(rename(name), "parameter", dtype, tuple(names[name]), runs, group_of[number], steps[number]))
+            tensors.append(_source.Tensor(rename(name), "parameter", dtype, tuple(shape), places[name], group_of[number], steps[number]))
     tensors += others(models, model_paths, shapes, weights if stage == 3 else None, rename, given)
     add_aliases(tensors, model.get("shared_params") or {}, rename)
     source = DeepSpeed(weights, moments)
@@ -157,19 +155,20 @@ def check_ranks(states, folder, paths):
         count = state.get("partition_count")
         counts = set(count) if isinstance(count, (list, tuple)) else {count}
         if counts != {len(states)}:
-            raise CheckpointError(f"{path} was written by {' or '.join(map(str, sorted(counts, key=str)))} ranks, and {folder} has files "
-                                  f"of {len(states)}; the files of all ranks of one save are needed")
+            text = " or ".join(sorted(map(str, counts)))
+            raise CheckpointError(f"{path} was written by {text} ranks, and {folder} has files of {len(states)}; the files of all ranks "
+                                  f"of one save are needed")
         if state.get("ds_zero_partition_groups") is not None:
             raise CheckpointError(f"{path}: its parameters are cut within groups of ranks (MiCS, expert parallelism), which is not read")
 
 
 def model_files(folder, stage, ranks):
     """(contents, paths): one at stages 1 and 2, one of each rank at stage 3."""
-    names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(ranks)] if stage == 3 else ["mp_rank_00_model_states.pt"]
+    prefixes = [f"zero_pp_rank_{rank}_" for rank in range(ranks)] if stage == 3 else [""]
     others = sorted(path.name for path in folder.iterdir() if (match := MODEL.match(path.name)) and int(match[2]))
     if others:
         raise CheckpointError(f"{folder / others[0]} is of a model that is split by tensor parallelism; only ZeRO's own split is read")
-    paths = [folder / name for name in names]
+    paths = [folder / f"{prefix}mp_rank_00_model_states.pt" for prefix in prefixes]
     models = [_allowed.load(path, path, _allowed.DEEPSPEED, mmap=True) for path in paths]
     for model, path in zip(models, paths, strict=True):
         for key in ("module", "buffer_names", "param_shapes"):
@@ -224,13 +223,13 @@ def moments_of(state, vectors, path):
 
 
 def check_roles(moments, paths, weights, amsgrad):
-    """All ranks have the same moments, as long as the weights, and they are Adam's."""
-    wanted = {*_source.MOMENTS, *(["max_exp_avg_sq"] if amsgrad else [])}
+    """All ranks have the same moments, as long as the weights, and they are Adam's; amsgrad: of each vector."""
     for of_rank, path, vectors in zip(moments, paths, weights, strict=True):
         if len(of_rank) != len(moments[0]):
             raise CheckpointError(f"{path} has the moments of {len(of_rank)} vectors and {paths[0]} of {len(moments[0])}; one of the "
                                   f"files is not whole, or the state was offloaded to NVMe, which is not read")
         for number, roles in of_rank.items():
+            wanted = {*_source.MOMENTS, *(["max_exp_avg_sq"] if amsgrad[number] else [])}
             if set(roles) != wanted:
                 raise CheckpointError(f"{path}: the optimizer keeps {', '.join(sorted(roles)) or 'nothing'} and not "
                                       f"{', '.join(sorted(wanted))}; only Adam and AdamW are read")
@@ -278,13 +277,27 @@ def loss_scale_of(state):
 # ---- where parameters are -------------------------------------------------------
 
 
+def lay(stage, shapes, weights, paddings, path):
+    """name -> runs, of all parameters."""
+    places = {}
+    for number, names in enumerate(shapes):
+        counts, vectors = {name: math.prod(shape) for name, shape in names.items()}, [of_rank[number] for of_rank in weights]
+        if stage == 3:
+            places |= lay_stage_3(number, counts, vectors, path)
+        else:
+            places |= lay_stage_2(number, counts, vectors, paddings[number] if paddings else [0] * len(counts), path)
+    return places
+
+
 def lay_stage_2(number, counts, vectors, paddings, path):
     """name -> runs, in a vector that is cut over the ranks."""
     part, places, offset = len(vectors[0]), {}, 0
     if any(len(vector) != part for vector in vectors[:-1]) or len(vectors[-1]) > part:
         raise CheckpointError(f"{path}: the ranks' parts of vector {number} have {', '.join(str(len(vector)) for vector in vectors)} "
                               f"elements; all but the last are equal in a checkpoint of stage 1 or 2")
-    for position, (name, count) in enumerate(counts.items()):
+    if len(paddings) != len(counts):
+        raise CheckpointError(f"{path} has paddings of {len(paddings)} parameters in vector {number}, which has {len(counts)}")
+    for (name, count), extra in zip(counts.items(), paddings, strict=True):
         runs, done = [], 0
         while done < count:
             rank, start = divmod(offset + done, part) if part else (len(vectors), 0)
@@ -294,16 +307,16 @@ def lay_stage_2(number, counts, vectors, paddings, path):
             runs.append(Run(done, stop, rank, number, start))
             done = stop
         places[name] = runs
-        offset += count + (paddings[position] if paddings else 0)
+        offset += count + extra
     aligned = 2 * len(vectors)  # what DeepSpeed fills up to
     total = sum(map(len, vectors))
     if math.ceil(offset / aligned) != math.ceil(total / aligned):
-        raise CheckpointError(f"{path}: the ranks' parts of vector {number} have {total} elements, and its parameters take {offset}; the "
-                              f"layout is not known")
+        raise CheckpointError(f"{path}: the ranks' parts of vector {number} have {total} elements, and its parameters take {offset}; "
+                              f"the layout is not known")
     return places
 
 
-def lay_stage_3(number, counts, vectors, paddings, path):
+def lay_stage_3(number, counts, vectors, path):
     """name -> runs, in vectors that have a part of each parameter."""
     places, offset = {}, 0
     for name, count in counts.items():

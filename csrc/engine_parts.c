@@ -35,7 +35,7 @@ static zc_status own_bucket(const zc_engine *engine, size_t index, partition_ran
 
 zc_status zc_engine_next_part(const zc_engine *engine, size_t index, size_t from, size_t *begin, size_t *end)
 {
-    partition_range rest;
+    partition_range rest = {0, 0};
     *begin = *end = 0;
     ZC_TRY(locate(engine, index, from, index < engine->param_count ? engine->params[index].elems : from, &rest));
     const engine_param *param = &engine->params[index];
@@ -57,7 +57,7 @@ zc_status zc_engine_next_part(const zc_engine *engine, size_t index, size_t from
 
 zc_status zc_engine_read_part(zc_engine *engine, size_t index, zc_role role, size_t begin, size_t end, void *to)
 {
-    partition_range range;
+    partition_range range = {0, 0};
     size_t bucket;
     ZC_TRY(engine_check_loaded(engine));
     ZC_TRY(locate(engine, index, begin, end, &range));
@@ -78,7 +78,7 @@ zc_status zc_engine_read_part(zc_engine *engine, size_t index, zc_role role, siz
 zc_status zc_engine_write_part(zc_engine *engine, size_t index, zc_role role, size_t begin, size_t end,
                                const void *from)
 {
-    partition_range range;
+    partition_range range = {0, 0};
     size_t bucket;
     ZC_TRY(engine_check_loaded(engine));
     ZC_TRY(locate(engine, index, begin, end, &range));

@@ -286,6 +286,9 @@ zc_status bucket_vacate(zc_engine *engine, engine_space *space);
 /* The sums of one piece, in the sum type; converted into scratch where only a 16-bit form is kept. */
 zc_status bucket_sums(zc_engine *engine, engine_space *space, size_t bucket, size_t piece, const void **out);
 
+/* From so many buckets in a row bucket_sums gives sums that are good at the same time. */
+size_t bucket_sums_at_once(const zc_engine *engine, const engine_space *space);
+
 /* ---- engine_round.c ---------------------------------------------------- */
 
 typedef enum meet_kind {

@@ -8,8 +8,9 @@
  *      rank gets the same bits, in whatever order they are added.
  *   3. The device turns them into one factor and a few scalars per parameter
  *      (step_scalars), without the host looking.
- *   4. Each piece is updated in one pass.
- *   5. Stages 1 and 2: a bucket's parameters are gathered as soon as its slice is
+ *   4. Each piece is updated in one pass, as many pieces in one call as the device
+ *      wants.
+ *   5. Stages 1 and 2: buckets' parameters are gathered as soon as their slices are
  *      updated.  Stage 0 gathers the sums instead, before the update; stage 3
  *      gathers nothing here.
  *
@@ -95,42 +96,90 @@ static zc_status finish_gathers(zc_engine *engine)
 
 /* ---- updates ------------------------------------------------------------------ */
 
-/* Updates one piece; its parameters are at `param`. */
-static zc_status update_piece(zc_engine *engine, engine_space *space, size_t b, size_t piece, void *param)
+/* Pieces of one space that the device updates in one call. */
+typedef struct update_run {
+    device_update_args args;
+    size_t bytes; /* of memory that it touches */
+} update_run;
+
+static void begin_run(const zc_engine *engine, const engine_space *space, update_run *run)
 {
-    size_t row = b * engine_pieces(engine) + piece, state_begin;
-    const void *sums;
-    partition_range range = engine_piece(engine, space, b, piece, &state_begin);
-    ZC_TRY(bucket_sums(engine, space, b, piece, &sums));
-    device_update_args args = {
-        .rule = engine->config.rule,
-        .param_dtype = space->dtype,
-        .spans = space->spans + space->span_first[row],
-        .span_count = space->span_first[row + 1] - space->span_first[row],
-        .extent = range.end - range.begin,
-        .scalars = engine->scalars,
-        .param = param,
-        .master = engine_at(space->master, state_begin, zc_dtype_master_bytes(space->dtype)),
-        .m = engine_at(space->m, state_begin, space->sum_bytes),
-        .v = engine_at(space->v, state_begin, space->sum_bytes),
-        .vmax = engine_at(space->vmax, state_begin, space->sum_bytes),
-        .grad = sums,
-    };
-    return engine->device->ops->update(engine->device, engine->stream, &args);
+    run->bytes = 0;
+    run->args.rule = engine->config.rule;
+    run->args.param_dtype = space->dtype;
+    run->args.scalars = engine->scalars;
+    run->args.master = space->master;
+    run->args.m = space->m;
+    run->args.v = space->v;
+    run->args.vmax = space->vmax;
+    run->args.shard_count = 0;
+}
+
+/* What is read and written for one element. */
+static size_t touched_bytes(const engine_space *space)
+{
+    size_t moments = (size_t)(space->m != NULL) + (space->v != NULL) + (space->vmax != NULL);
+    return 2 * (space->elem_bytes + zc_dtype_master_bytes(space->dtype) + moments * space->sum_bytes) +
+           space->sum_bytes;
+}
+
+/* Adds one piece, whose parameters are at `param`. */
+static zc_status add_piece(zc_engine *engine, engine_space *space, update_run *run, size_t b, size_t piece, void *param)
+{
+    size_t row = b * engine_pieces(engine) + piece;
+    device_shard *shard = &run->args.shards[run->args.shard_count];
+    partition_range range = engine_piece(engine, space, b, piece, &shard->state_begin);
+    ZC_TRY(bucket_sums(engine, space, b, piece, &shard->grad));
+    shard->spans = space->spans + space->span_first[row];
+    shard->span_count = space->span_first[row + 1] - space->span_first[row];
+    shard->extent = range.end - range.begin;
+    shard->param = param;
+    run->bytes += shard->extent * touched_bytes(space);
+    run->args.shard_count++;
+    return ZC_OK;
+}
+
+static int is_full(const zc_engine *engine, const engine_space *space, const update_run *run)
+{
+    return run->bytes >= engine->device->ops->update_bytes || run->args.shard_count == DEVICE_MAX_SHARDS ||
+           run->args.shard_count == bucket_sums_at_once(engine, space);
+}
+
+static zc_status end_run(zc_engine *engine, update_run *run)
+{
+    zc_status status = ZC_OK;
+    if (run->args.shard_count)
+        status = engine->device->ops->update(engine->device, engine->stream, &run->args);
+    run->args.shard_count = run->bytes = 0;
+    return status;
+}
+
+/* This rank's slices; stages 1 and 2, and shared parameters: each run is gathered while the next one is updated. */
+static zc_status update_own(zc_engine *engine)
+{
+    size_t piece = engine->config.stage == 0 ? engine->rank : 0;
+    for (size_t s = 0; s < engine->space_count; s++) {
+        engine_space *space = &engine->spaces[s];
+        size_t gathered = 0;
+        update_run run;
+        begin_run(engine, space, &run);
+        for (size_t b = 0; !space->frozen && b < space->plan.buckets; b++) {
+            partition_range own = partition_slice(&space->plan, b, engine->rank);
+            ZC_TRY(add_piece(engine, space, &run, b, piece, engine_param_at(engine, space, b, own.begin)));
+            if (b + 1 < space->plan.buckets && !is_full(engine, space, &run))
+                continue;
+            ZC_TRY(end_run(engine, &run));
+            for (; engine->config.stage < 3 && gathered <= b; gathered++)
+                ZC_TRY(start_gather(engine, space, gathered, space->param, space->elem_bytes));
+        }
+    }
+    return ZC_OK;
 }
 
 static zc_status update_shards(zc_engine *engine)
 {
     ZC_TRY(stage3_settle(engine));
-    for (size_t s = 0; s < engine->space_count; s++) {
-        engine_space *space = &engine->spaces[s];
-        for (size_t b = 0; !space->frozen && b < space->plan.buckets; b++) {
-            partition_range own = partition_slice(&space->plan, b, engine->rank);
-            ZC_TRY(update_piece(engine, space, b, 0, engine_param_at(engine, space, b, own.begin)));
-            if (engine->config.stage < 3)
-                ZC_TRY(start_gather(engine, space, b, space->param, space->elem_bytes));
-        }
-    }
+    ZC_TRY(update_own(engine));
     return engine->config.stage < 3 ? finish_gathers(engine) : stage3_written(engine, "step");
 }
 
@@ -143,11 +192,13 @@ static zc_status gather_sums(zc_engine *engine)
     return finish_gathers(engine);
 }
 
-static zc_status update_everything(zc_engine *engine)
+/* Stage 0: all slices, or with shared parameters those of other ranks, in a scratch copy. */
+static zc_status update_pieces(zc_engine *engine, int shared)
 {
-    int shared = engine->config.shared_params;
     for (size_t s = 0; s < engine->space_count; s++) {
         engine_space *space = &engine->spaces[s];
+        update_run run;
+        begin_run(engine, space, &run);
         for (size_t b = 0; b < space->plan.buckets; b++)
             for (size_t piece = 0; piece < engine->ranks; piece++) {
                 partition_range slice = partition_slice(&space->plan, b, piece);
@@ -159,20 +210,22 @@ static zc_status update_everything(zc_engine *engine)
                                                      (slice.end - slice.begin) * space->elem_bytes));
                     param = engine->slice_scratch;
                 }
-                ZC_TRY(update_piece(engine, space, b, piece, param));
+                ZC_TRY(add_piece(engine, space, &run, b, piece, param));
+                if (shared || is_full(engine, space, &run)) /* there is one scratch */
+                    ZC_TRY(end_run(engine, &run));
             }
+        ZC_TRY(end_run(engine, &run));
     }
-    if (!shared)
+    return ZC_OK;
+}
+
+static zc_status update_everything(zc_engine *engine)
+{
+    ZC_TRY(update_pieces(engine, engine->config.shared_params));
+    if (!engine->config.shared_params)
         return ZC_OK;
     ZC_TRY(round_barrier(engine, "step"));
-    for (size_t s = 0; s < engine->space_count; s++) {
-        engine_space *space = &engine->spaces[s];
-        for (size_t b = 0; b < space->plan.buckets; b++) {
-            partition_range own = partition_slice(&space->plan, b, engine->rank);
-            ZC_TRY(update_piece(engine, space, b, engine->rank, engine_param_at(engine, space, b, own.begin)));
-            ZC_TRY(start_gather(engine, space, b, space->param, space->elem_bytes));
-        }
-    }
+    ZC_TRY(update_own(engine));
     return finish_gathers(engine);
 }
 

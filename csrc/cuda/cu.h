@@ -9,6 +9,8 @@
  *       launches and evaluates to a cudaError_t; the declared ranges need no
  *       comma between them.  An atomic read-modify-write that commutes with all
  *       others of its launch counts as a write.
+ *   CU_NEXT_READS(p, bytes), CU_NEXT_WRITES(p, bytes)
+ *       before a launch: one more access of it, where their number is not fixed.
  *   CU_HOST_READ(p, bytes), CU_HOST_WRITE(p, bytes)
  *       before the host touches pinned memory that the device also touches.
  *
@@ -29,6 +31,8 @@
 #include <cuda_runtime.h>
 #define CU_READS(p, bytes)
 #define CU_WRITES(p, bytes)
+#define CU_NEXT_READS(p, bytes) ((void)0)
+#define CU_NEXT_WRITES(p, bytes) ((void)0)
 #define CU_LAUNCH(kernel, grid, block, stream, accesses, ...) \
     ((kernel)<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__), cudaPeekAtLastError())
 #endif

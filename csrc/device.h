@@ -32,7 +32,7 @@ typedef struct device_stats {
     uint64_t used[];    /* 16 bits per segment: on how many ranks it had a gradient */
 } device_stats;
 
-/* What a step decided. Device memory, written by step_scalars, read back by the host at leisure. */
+/* What a step decided. Device memory, written by step_scalars, read back by the host when it is asked. */
 typedef struct device_step {
     double norm;        /* of the averaged, unscaled gradient, before clipping; NaN when not asked for */
     double grad_factor; /* what every gradient sum is multiplied with */

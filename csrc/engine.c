@@ -11,6 +11,7 @@
  */
 #include "engine.h"
 
+#include <math.h>
 #include <stdio.h>
 
 /* ---- small helpers ------------------------------------------------------ */
@@ -303,6 +304,8 @@ zc_status engine_create(zc_comm *comm, zc_device *device, zc_stream *stream, con
     engine->rank = comm->rank;
     engine->ranks = comm->ranks;
     engine->clip_factor = 1.0;
+    engine->last.norm = NAN;
+    engine->last_known = 1;
     engine->patience_ns = ENGINE_PATIENCE_NS;
     status = engine_check_config(config);
     if (status == ZC_OK && (count == 0 || group_count == 0))

@@ -197,7 +197,8 @@ struct zc_engine {
 
     zc_memory memory;
     zc_traffic traffic;
-    zc_step_result last;
+    zc_step_result last;      /* what the last step did, once last_known */
+    int last_known;
 };
 
 #define ENGINE_HAS_MOMENTUM 1

@@ -7,7 +7,8 @@
  *      had gradients.  One small all-reduce adds them up.  Integers only: every
  *      rank gets the same bits, in whatever order they are added.
  *   3. The device turns them into one factor and a few scalars per parameter
- *      (step_scalars), without the host looking.
+ *      (step_scalars), without the host looking: it does so when somebody asks
+ *      (zc_engine_last_step).
  *   4. Each piece is updated in one pass, as many pieces in one call as the device
  *      wants.
  *   5. Stages 1 and 2: buckets' parameters are gathered as soon as their slices are
@@ -249,10 +250,8 @@ static zc_status check_step(zc_engine *engine, const zc_options *groups, size_t 
     return ZC_OK;
 }
 
-zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t group_count, const zc_step_args *args,
-                         zc_step_result *result)
+zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t group_count, const zc_step_args *args)
 {
-    device_step decided;
     ZC_TRY(check_step(engine, groups, group_count, args));
     ZC_TRY(stage3_check_unused(engine, "step()"));
     ZC_TRY(engine_ensure_state(engine, groups));
@@ -280,6 +279,7 @@ zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t gro
         .scalars = engine->scalars,
         .result = engine->result,
     };
+    engine->last_known = 0;
     ZC_TRY(engine->device->ops->step_scalars(engine->device, engine->stream, &step));
     if (engine->config.stage == 0) {
         ZC_TRY(gather_sums(engine));
@@ -288,12 +288,18 @@ zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t gro
         ZC_TRY(update_shards(engine));
     }
     round_forget(engine);
-    if (!result)
-        return ZC_OK;
-    ZC_TRY(engine->device->ops->download(engine->device, engine->stream, &decided, engine->result, sizeof decided));
-    result->norm = decided.norm;
-    result->skipped = decided.skipped != 0;
-    result->nonfinite = decided.nonfinite;
+    return ZC_OK;
+}
+
+zc_status zc_engine_last_step(zc_engine *engine, zc_step_result *result)
+{
+    device_step decided;
+    if (!engine->last_known) {
+        ZC_TRY(engine->device->ops->download(engine->device, engine->stream, &decided, engine->result, sizeof decided));
+        engine->last = (zc_step_result){decided.norm, decided.skipped != 0, decided.nonfinite};
+        engine->last_known = 1;
+    }
+    *result = engine->last;
     return ZC_OK;
 }
 

@@ -262,7 +262,7 @@ PyDoc_STRVAR(end_round_doc,
              "gradients of parameters that had one.");
 PyDoc_STRVAR(step_doc,
              "step(groups, *, loss_scale=1.0, max_norm=0.0, want_norm=False, skip_nonfinite=False)\n--\n\n"
-             "Updates all parameters that had a gradient on some rank; (norm, skipped, nonfinite).");
+             "Updates all parameters that had a gradient on some rank.");
 PyDoc_STRVAR(clip_doc,
              "clip(max_norm, norm_type=2.0, loss_scale=1.0)\n--\n\nThe norm of the averaged gradient, which the next "
              "step scales to max_norm.");
@@ -298,6 +298,8 @@ static PyMethodDef engine_methods[] = {
      "abort_round()\n--\n\nThe backward of the open round raised."},
     {"discard", (PyCFunction)py_engine_discard, METH_VARARGS, discard_doc},
     {"step", (PyCFunction)(void (*)(void))py_engine_step, METH_VARARGS | METH_KEYWORDS, step_doc},
+    {"last_step", (PyCFunction)py_engine_last_step, METH_NOARGS,
+     "last_step()\n--\n\n(norm, skipped, nonfinite) of the last step; on a GPU the first call after it waits for it."},
     {"clip", (PyCFunction)(void (*)(void))py_engine_clip, METH_VARARGS | METH_KEYWORDS, clip_doc},
     {"state", (PyCFunction)py_engine_state, METH_VARARGS, state_doc},
     {"read", (PyCFunction)py_engine_read, METH_VARARGS, read_doc},

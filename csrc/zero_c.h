@@ -11,7 +11,7 @@
  *     for (int step = 0; step < 100; step++) {
  *         compute_gradient(zc_engine_param(engine, 0), gradient);
  *         zc_engine_add_grad(engine, 0, gradient);
- *         zc_engine_step(engine, &group, 1, &(zc_step_args)ZC_STEP_ARGS, NULL);
+ *         zc_engine_step(engine, &group, 1, &(zc_step_args)ZC_STEP_ARGS);
  *     }
  *     zc_engine_destroy(engine);
  *     zc_comm_close(comm);
@@ -263,10 +263,11 @@ typedef struct zc_step_result {
     uint64_t nonfinite;   /* ranks that saw an infinity or NaN in their shards of the sums */
 } zc_step_result;
 
-/* Collective. Updates all parameters that had a gradient on some rank; consumes the sums. result may be NULL.
+/* Collective. Updates all parameters that had a gradient on some rank; consumes the sums. On a GPU it waits for nothing.
  * groups: the options as they are now; group_count as created. */
-zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t group_count, const zc_step_args *args,
-                         zc_step_result *result);
+zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t group_count, const zc_step_args *args);
+/* Local. What the last step did; before the first one, nothing. On a GPU the first call after a step waits for it. */
+zc_status zc_engine_last_step(zc_engine *engine, zc_step_result *result);
 /* Collective. The norm of the averaged, unscaled gradient; gradients are scaled by min(1, max_norm / (norm + 1e-6))
  * at the next step (repeated calls multiply). norm_type: > 0 or infinity. max_norm infinity: measure only. */
 zc_status zc_engine_clip(zc_engine *engine, double max_norm, double norm_type, double loss_scale, double *norm);

@@ -1,7 +1,8 @@
 /*
  * The step's cadence, with ranks as threads: how many buckets the device updates
- * in one call, with the same bits however many they are.  Buckets are as small
- * as they can be, so few elements make many of them.
+ * in one call, with the same bits however many they are; and that the host waits
+ * for nothing.  Buckets are as small as they can be, so few elements make many of
+ * them.
  */
 #include "comm.h"
 #include "elsewhere.h"
@@ -179,7 +180,7 @@ static void step(const job *j, rank *r)
 {
     zc_step_args args = ZC_STEP_ARGS;
     args.max_norm = j->plan->max_norm;
-    CHECK_OK(zc_engine_step(r->engine, group_of(j->plan), 1, &args, NULL));
+    CHECK_OK(zc_engine_step(r->engine, group_of(j->plan), 1, &args));
 }
 
 static void read_weights(const job *j, rank *r)
@@ -281,8 +282,52 @@ static void runs_of_buckets(void)
             }
 }
 
+/* ---- nothing waits for the device -------------------------------------------------- */
+
+static void *step_and_ask(void *argument)
+{
+    job *j = argument;
+    zc_step_result result, again;
+    rank r;
+    open_rank(j, &r);
+    CHECK_OK(zc_engine_last_step(r.engine, &result));
+    CHECK(isnan(result.norm) && !result.skipped && result.nonfinite == 0);
+    for (size_t s = 0; r.engine && s < STEPS; s++) {
+        backward(j, &r, s);
+        r.calls.looks = 0;
+        step(j, &r);
+        CHECK_EQ(r.calls.looks, 0);
+        if (s == 1)
+            continue; /* nobody asks */
+        CHECK_OK(zc_engine_last_step(r.engine, &result));
+        CHECK_OK(zc_engine_last_step(r.engine, &again));
+        CHECK_EQ(r.calls.looks, j->plan->elsewhere);
+        CHECK(result.norm > j->plan->max_norm && result.norm == again.norm);
+        ((double *)(void *)j->weights)[s] = result.norm;
+    }
+    if (r.engine)
+        close_rank(j, &r);
+    return NULL;
+}
+
+static void steps_do_not_wait(void)
+{
+    for (int stage = 0; stage <= 2; stage++) {
+        job jobs[MAX_RANKS];
+        plan p = {.ranks = 2, .buckets = 65, .stage = stage, .max_norm = 0.5, .rule = OPTIM_ADAMW};
+        char *here = run_ranks(&p, step_and_ask, jobs);
+        p.elsewhere = 1;
+        p.update_bytes = SIZE_MAX;
+        char *there = run_ranks(&p, step_and_ask, jobs);
+        CHECK(memcmp(here, there, STEPS * sizeof(double)) == 0);
+        free(here);
+        free(there);
+    }
+}
+
 int main(void)
 {
     RUN(runs_of_buckets);
+    RUN(steps_do_not_wait);
     DONE();
 }

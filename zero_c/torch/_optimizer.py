@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import types
 import warnings
 
 import numpy
@@ -10,6 +9,7 @@ import torch
 
 import zero_c
 from zero_c import _core, _gpu, _options
+from zero_c._last_step import LastStep
 
 from . import _agree, _arguments, _meta, _place, _stage3, _state, _units
 from ._scale import LossScale, is_positive
@@ -109,8 +109,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._amp_scale = None      # inside a GradScaler's step: its scale
         self._unscaled_by = None    # after its unscale_
         self._clipped_norm = None   # after clip_grad_norm_: the norm it found
-        self.last_step = types.SimpleNamespace(norm=None, scale=self._scale.value, skipped=False, nonfinite=0, steps=0,
-                                               deterministic=self._comm.deterministic)
         super().__init__(groups, defaults)
         self._managed = []          # (name, parameter, its layout) by the engine's index
         self._index = {}            # id(parameter) -> index; the parameters are kept alive by _managed
@@ -128,6 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             slots = prefetch + 1 if self._ring_slots is None else self._ring_slots
             self._build_sharded(names, whole, layout, config | {"prefetch": prefetch, "unit_slots": slots}, filling)
+        self.last_step = LastStep(self._engine, self._scale.value, self._comm.deterministic)
         self._built = True
 
     # ---- construction --------------------------------------------------------
@@ -381,20 +380,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scale = self._loss_scale()
         if self._windows is not None:
             self._windows.before_step()
-        norm, skipped, nonfinite = self._engine.step(
-            self._core_groups(), loss_scale=scale, max_norm=self._max_grad_norm or 0.0, want_norm=False,
-            skip_nonfinite=bool(skip))
+        self._engine.step(self._core_groups(), loss_scale=scale, max_norm=self._max_grad_norm or 0.0,
+                          skip_nonfinite=bool(skip))
         self._hooks.consume()
         last = self.last_step
-        last.norm = norm if self._max_grad_norm else self._clipped_norm
-        last.scale, last.skipped, last.nonfinite = scale, bool(skipped), int(nonfinite)
-        last.steps += not skipped
+        last.follow(scale, bool(skip), bool(self._max_grad_norm), self._clipped_norm)
         self._unscaled_by = self._clipped_norm = None
         self._follow_options()
-        if skipped and not amp and not self._scale.dynamic:
+        if last.skipped and not amp and not self._scale.dynamic:
             warnings.warn(f"rank {self._comm.rank}: a step was skipped, because the gradient is infinite or NaN on "
-                          f"{nonfinite} ranks", RuntimeWarning, stacklevel=2)
-        if not amp and self._scale.after_step(skipped):
+                          f"{last.nonfinite} ranks", RuntimeWarning, stacklevel=2)
+        if not amp and self._scale.after_step(last.skipped):
             raise zero_c.Error(f"{self._scale.floored} steps in a row were skipped at the lowest loss scale, "
                                f"{self._scale.FLOOR:g}: the gradients are infinite or NaN whatever the scale; the "
                                f"model diverged or its data are bad")

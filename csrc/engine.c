@@ -367,6 +367,7 @@ zc_status zc_engine_load_param(zc_engine *engine, size_t index, const void *valu
     engine_space *space = &engine->spaces[param->space];
     if (param->elems == 0)
         return ZC_OK;
+    ZC_TRY(gather_finish(engine));
     size_t end = param->extent * space->elem_bytes, bytes = param->elems * space->elem_bytes;
     if (engine->config.stage == 3) {
         size_t last = partition_bucket_of(&space->plan, param->extent - 1);
@@ -414,6 +415,7 @@ zc_status zc_engine_copy_param(zc_engine *engine, size_t index, void *to)
         return zc_fail(ZC_EINVAL, "rank %zu: at stage 3 no rank has %s; fetch it", engine->rank,
                        engine_param_name(engine, index));
     const engine_param *param = &engine->params[index];
+    ZC_TRY(zc_engine_wait_params(engine, &index, 1));
     return engine->device->ops->copy(engine->device, engine->stream, to, zc_engine_param(engine, index),
                                      param->elems * engine->spaces[param->space].elem_bytes);
 }
@@ -561,6 +563,7 @@ void zc_engine_destroy(zc_engine *engine)
 {
     if (!engine)
         return;
+    gather_finish(engine); /* or the group has failed, and nobody reads any more */
     engine->device->ops->synchronize(engine->device, engine->stream);
     for (size_t i = 0; i < engine->param_count; i++) {
         engine_param *param = &engine->params[i];

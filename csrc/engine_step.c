@@ -12,8 +12,8 @@
  *   4. Each piece is updated in one pass, as many pieces in one call as the device
  *      wants.
  *   5. Stages 1 and 2: buckets' parameters are gathered as soon as their slices are
- *      updated.  Stage 0 gathers the sums instead, before the update; stage 3
- *      gathers nothing here.
+ *      updated; engine_gather.c says who waits for that.  Stage 0 gathers the sums
+ *      instead, before the update; stage 3 gathers nothing here.
  *
  * With shared parameters there is one copy, which every rank reads and each
  * writes only where it owns: the gather moves nothing and only says "done".  At
@@ -66,33 +66,6 @@ static zc_status add_up_stats(zc_engine *engine)
     row->payload_elems += engine->stats_words;
     row->bytes += engine->stats_words * sizeof(uint64_t) * (engine->ranks - 1);
     return comm_wait(engine->control, ticket, engine->stream);
-}
-
-/* ---- gathers ------------------------------------------------------------------ */
-
-static zc_status start_gather(zc_engine *engine, engine_space *space, size_t b, comm_region *region,
-                              size_t elem_bytes)
-{
-    partition_range bucket = partition_bucket(&space->plan, b);
-    size_t shard = partition_shard_elems(&space->plan, b);
-    if (!(region->flags & COMM_ONE_COPY)) {
-        zc_traffic_row *row = &engine->traffic.all_gather;
-        row->calls++;
-        row->payload_elems += shard * engine->ranks;
-        row->bytes += shard * (engine->ranks - 1) * elem_bytes;
-    }
-    return comm_all_gather(space->channel, engine->stream, SPACE_TAG_GATHER(b), region, bucket.begin * elem_bytes,
-                           shard * elem_bytes, &space->buckets[b].ticket);
-}
-
-static zc_status finish_gathers(zc_engine *engine)
-{
-    for (size_t s = 0; s < engine->space_count; s++) {
-        engine_space *space = &engine->spaces[s];
-        for (size_t b = 0; b < space->plan.buckets; b++)
-            ZC_TRY(comm_wait(space->channel, space->buckets[b].ticket, engine->stream));
-    }
-    return ZC_OK;
 }
 
 /* ---- updates ------------------------------------------------------------------ */
@@ -171,7 +144,7 @@ static zc_status update_own(zc_engine *engine)
                 continue;
             ZC_TRY(end_run(engine, &run));
             for (; engine->config.stage < 3 && gathered <= b; gathered++)
-                ZC_TRY(start_gather(engine, space, gathered, space->param, space->elem_bytes));
+                ZC_TRY(gather_start(engine, space, gathered, space->param, space->elem_bytes));
         }
     }
     return ZC_OK;
@@ -181,16 +154,18 @@ static zc_status update_shards(zc_engine *engine)
 {
     ZC_TRY(stage3_settle(engine));
     ZC_TRY(update_own(engine));
-    return engine->config.stage < 3 ? finish_gathers(engine) : stage3_written(engine, "step");
+    if (engine->config.stage == 3)
+        return stage3_written(engine, "step");
+    return engine->config.overlap_gather ? ZC_OK : gather_finish(engine);
 }
 
 static zc_status gather_sums(zc_engine *engine)
 {
     for (size_t s = 0; s < engine->space_count; s++)
         for (size_t b = 0; b < engine->spaces[s].plan.buckets; b++)
-            ZC_TRY(start_gather(engine, &engine->spaces[s], b, engine->spaces[s].full_sums,
+            ZC_TRY(gather_start(engine, &engine->spaces[s], b, engine->spaces[s].full_sums,
                                 engine->spaces[s].sum_bytes));
-    return finish_gathers(engine);
+    return gather_finish(engine);
 }
 
 /* Stage 0: all slices, or with shared parameters those of other ranks, in a scratch copy. */
@@ -227,7 +202,7 @@ static zc_status update_everything(zc_engine *engine)
         return ZC_OK;
     ZC_TRY(round_barrier(engine, "step"));
     ZC_TRY(update_own(engine));
-    return finish_gathers(engine);
+    return gather_finish(engine);
 }
 
 /* ---- the call ------------------------------------------------------------------ */

@@ -1,8 +1,8 @@
 /*
  * The step's cadence, with ranks as threads: how many buckets the device updates
- * in one call, with the same bits however many they are; and that the host waits
- * for nothing.  Buckets are as small as they can be, so few elements make many of
- * them.
+ * in one call, with the same bits however many they are; that the host waits for
+ * nothing; and parameters that come back while the next forward runs.  Buckets are
+ * as small as they can be, so few elements make many of them.
  */
 #include "comm.h"
 #include "elsewhere.h"
@@ -12,6 +12,7 @@
 
 #include <math.h>
 #include <pthread.h>
+#include <time.h>
 
 #define MAX_RANKS 3
 #define PARAMS 4
@@ -24,6 +25,8 @@ typedef struct plan {
     int elsewhere;
     size_t update_bytes;   /* how much that device wants in one call */
     double max_norm;
+    int overlap;           /* step() returns before parameters are back */
+    int hasty;             /* and they are read at once */
 } plan;
 
 typedef struct job {
@@ -32,6 +35,7 @@ typedef struct job {
     size_t rank;
     char *weights; /* out: all parameters, one behind the other */
     size_t updates; /* out: calls of the device's update in one step */
+    uint64_t digest; /* out: of all parameters after every step */
 } job;
 
 static zc_dtype dtype_of(size_t i)
@@ -132,6 +136,7 @@ static void open_rank(const job *j, rank *r)
     config.stage = p->stage;
     config.rule = p->rule;
     config.bucket_bytes = 1;
+    config.overlap_gather = p->overlap;
     config.threads = 1;
     for (size_t i = 0; i < PARAMS; i++) {
         initial[i] = values_of(p, i, 0);
@@ -183,17 +188,20 @@ static void step(const job *j, rank *r)
     CHECK_OK(zc_engine_step(r->engine, group_of(j->plan), 1, &args));
 }
 
-static void read_weights(const job *j, rank *r)
+static size_t read_param(const job *j, rank *r, size_t i, char *out)
 {
-    char *out = j->weights;
-    for (size_t i = 0; i < PARAMS; i++) {
-        size_t bytes = elems_of(j->plan, i) * zc_dtype_bytes(dtype_of(i));
-        if (bytes && r->device)
-            CHECK_OK(r->device->ops->download(r->device, r->stream, out, zc_engine_param(r->engine, i), bytes));
-        else if (bytes)
-            memcpy(out, zc_engine_param(r->engine, i), bytes);
-        out += bytes;
-    }
+    size_t bytes = elems_of(j->plan, i) * zc_dtype_bytes(dtype_of(i));
+    if (bytes && r->device)
+        CHECK_OK(r->device->ops->download(r->device, r->stream, out, zc_engine_param(r->engine, i), bytes));
+    else if (bytes)
+        memcpy(out, zc_engine_param(r->engine, i), bytes);
+    return bytes;
+}
+
+static void read_weights(const job *j, rank *r, char *out)
+{
+    for (size_t i = 0; i < PARAMS; i++)
+        out += read_param(j, r, i, out);
 }
 
 static void *train(void *argument)
@@ -208,7 +216,7 @@ static void *train(void *argument)
         j->updates = r.calls.updates;
     }
     if (r.engine)
-        read_weights(j, &r);
+        read_weights(j, &r, j->weights);
     close_rank(j, &r);
     return NULL;
 }
@@ -228,8 +236,9 @@ static char *run_ranks(const plan *p, void *(*body)(void *), job *jobs)
     }
     for (size_t r = 0; r < p->ranks; r++)
         pthread_join(threads[r], NULL);
-    elsewhere_end();
-    for (size_t r = 1; r < p->ranks; r++)
+    if (!p->hasty)
+        elsewhere_end();
+    for (size_t r = 1; r < p->ranks && !p->hasty; r++)
         CHECK(memcmp(weights, weights + r * bytes, bytes) == 0);
     return weights;
 }
@@ -303,7 +312,7 @@ static void *step_and_ask(void *argument)
         CHECK_OK(zc_engine_last_step(r.engine, &again));
         CHECK_EQ(r.calls.looks, j->plan->elsewhere);
         CHECK(result.norm > j->plan->max_norm && result.norm == again.norm);
-        ((double *)(void *)j->weights)[s] = result.norm;
+        memcpy(j->weights + s * sizeof result.norm, &result.norm, sizeof result.norm);
     }
     if (r.engine)
         close_rank(j, &r);
@@ -325,9 +334,187 @@ static void steps_do_not_wait(void)
     }
 }
 
+/* ---- parameters come back while the next forward runs ------------------------------- */
+
+/* A forward reads one parameter after another, each when it is right. */
+static void forward(job *j, rank *r)
+{
+    char *values = malloc(weight_bytes(j->plan));
+    for (size_t i = 0; i < PARAMS; i++) {
+        if (j->plan->overlap)
+            CHECK_OK(zc_engine_wait_params(r->engine, &i, 1));
+        j->digest = engine_hash(j->digest, values, read_param(j, r, i, values));
+    }
+    free(values);
+}
+
+static void *train_forward(void *argument)
+{
+    job *j = argument;
+    rank r;
+    open_rank(j, &r);
+    j->digest = ENGINE_HASH_START;
+    for (size_t s = 0; r.engine && s < STEPS; s++) {
+        backward(j, &r, s);
+        if (s == 2) { /* since the last step there was no forward: the round has waited */
+            read_weights(j, &r, j->weights);
+            j->digest = engine_hash(j->digest, j->weights, weight_bytes(j->plan));
+        }
+        r.calls.looks = 0;
+        step(j, &r);
+        CHECK_EQ(r.calls.looks, 0);
+        if (s != 1)
+            forward(j, &r);
+    }
+    CHECK_OK(zc_engine_wait_params(r.engine, NULL, 0));
+    read_weights(j, &r, j->weights);
+    close_rank(j, &r);
+    return NULL;
+}
+
+static void forwards_have_the_same_bits(void)
+{
+    static const size_t counts[] = {1, 5, 65};
+    for (size_t ranks = 1; ranks <= MAX_RANKS; ranks++)
+        for (int stage = 1; stage <= 2; stage++)
+            for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
+                job jobs[MAX_RANKS];
+                plan p = {.ranks = ranks, .buckets = counts[c], .stage = stage, .max_norm = 0.5, .rule = OPTIM_ADAMW,
+                          .update_bytes = 7 * 64 * 28};
+                char *want = run_ranks(&p, train_forward, jobs);
+                uint64_t digest = jobs[0].digest;
+                p.overlap = 1;
+                for (p.elsewhere = 0; p.elsewhere <= 1; p.elsewhere++) {
+                    char *got = run_ranks(&p, train_forward, jobs);
+                    CHECK(memcmp(want, got, weight_bytes(&p)) == 0);
+                    for (size_t r = 0; r < ranks; r++)
+                        CHECK(jobs[r].digest == digest);
+                    free(got);
+                }
+                free(want);
+            }
+}
+
+/* What is read before it was waited for is not there yet, or is not ordered: the waits of a forward are needed. */
+static void *read_hastily(void *argument)
+{
+    job *j = argument;
+    char *right = malloc(weight_bytes(j->plan));
+    rank r;
+    open_rank(j, &r);
+    backward(j, &r, 0);
+    step(j, &r);
+    read_weights(j, &r, j->weights);
+    CHECK_OK(zc_engine_wait_params(r.engine, NULL, 0));
+    read_weights(j, &r, right);
+    CHECK(ELSEWHERE || memcmp(right, j->weights, weight_bytes(j->plan)) != 0);
+    close_rank(j, &r);
+    free(right);
+    return NULL;
+}
+
+static void hasty_reads_are_wrong(void)
+{
+    for (int stage = 1; stage <= 2; stage++) {
+        job jobs[MAX_RANKS];
+        plan p = {.ranks = 2, .buckets = 5, .stage = stage, .rule = OPTIM_ADAMW, .elsewhere = 1, .overlap = 1, .hasty = 1};
+        free(run_ranks(&p, read_hastily, jobs));
+#if ELSEWHERE
+        CHECK(emu_findings(NULL, 0) > 0);
+#endif
+    }
+}
+
+/* Functions of the engine that need whole parameters wait for them. */
+static void *use_engine(void *argument)
+{
+    job *j = argument;
+    size_t bytes = weight_bytes(j->plan), round = 0;
+    char *got = malloc(bytes), *right = malloc(bytes);
+    rank r;
+    open_rank(j, &r);
+    for (size_t i = 0; i < PARAMS; i++) {
+        size_t size = elems_of(j->plan, i) * zc_dtype_bytes(dtype_of(i));
+        backward(j, &r, round++);
+        step(j, &r);
+        CHECK_OK(zc_engine_fetch(r.engine, i, got));
+        CHECK(read_param(j, &r, i, right) == size && memcmp(got, right, size) == 0);
+        if (!r.device)
+            continue;
+        backward(j, &r, round++);
+        step(j, &r);
+        void *copy;
+        CHECK_OK(r.device->ops->alloc(r.device, size + 1, &copy));
+        CHECK_OK(zc_engine_copy_param(r.engine, i, copy));
+        CHECK_OK(r.device->ops->download(r.device, r.stream, got, copy, size));
+        r.device->ops->free(r.device, copy, size + 1);
+        CHECK_OK(zc_engine_wait_params(r.engine, NULL, 0));
+        CHECK(read_param(j, &r, i, right) == size && memcmp(got, right, size) == 0);
+    }
+    backward(j, &r, round++);
+    step(j, &r);
+    CHECK_OK(zc_engine_refresh(r.engine, SIZE_MAX));
+    read_weights(j, &r, j->weights); /* compared between ranks */
+    backward(j, &r, round);
+    step(j, &r);
+    close_rank(j, &r); /* with all of it under way */
+    free(got);
+    free(right);
+    return NULL;
+}
+
+static void the_engine_waits_for_itself(void)
+{
+    for (int stage = 1; stage <= 2; stage++)
+        for (int elsewhere = 0; elsewhere <= 1; elsewhere++) {
+            job jobs[MAX_RANKS];
+            plan p = {.ranks = 2, .buckets = 5, .stage = stage, .rule = OPTIM_ADAMW, .elsewhere = elsewhere, .overlap = 1};
+            free(run_ranks(&p, use_engine, jobs));
+        }
+}
+
+/* Rank 0 leaves, or meets the others elsewhere, before they have read what they need of it. */
+static void *part(void *argument)
+{
+    job *j = argument;
+    rank r;
+    open_rank(j, &r);
+    backward(j, &r, 0);
+    step(j, &r);
+    if (j->rank == 0)
+        CHECK_OK(zc_comm_barrier(r.comm));
+    forward(j, &r);
+    if (j->rank)
+        CHECK_OK(zc_comm_barrier(r.comm));
+    backward(j, &r, 1);
+    step(j, &r);
+    if (j->rank) {
+        struct timespec moment = {0, 20000000};
+        nanosleep(&moment, NULL);
+        CHECK_OK(zc_engine_wait_params(r.engine, NULL, 0));
+    }
+    close_rank(j, &r);
+    return NULL;
+}
+
+static void ranks_that_are_elsewhere_help(void)
+{
+    for (int stage = 1; stage <= 2; stage++) {
+        job jobs[MAX_RANKS];
+        plan p = {.ranks = 3, .buckets = 20, .stage = stage, .rule = OPTIM_ADAMW, .overlap = 1};
+        free(run_ranks(&p, part, jobs));
+    }
+}
+
 int main(void)
 {
     RUN(runs_of_buckets);
     RUN(steps_do_not_wait);
+    RUN(forwards_have_the_same_bits);
+    RUN(hasty_reads_are_wrong);
+    RUN(the_engine_waits_for_itself);
+#if !ELSEWHERE
+    RUN(ranks_that_are_elsewhere_help);
+#endif
     DONE();
 }

@@ -74,7 +74,7 @@ static int rank_main(void)
         NEED(zc_engine_end_round(engine, NULL, 0));
         took[END] = now_s() - begin;
         begin = now_s();
-        NEED(zc_engine_step(engine, &group, 1, &args, NULL));
+        NEED(zc_engine_step(engine, &group, 1, &args));
         took[STEP] = now_s() - begin;
         for (int phase = 0; phase < PHASES && round >= 0; phase++)
             pair->seconds[pair_rank][round * PHASES + phase] = took[phase];

@@ -382,3 +382,8 @@ zc_status bucket_sums(zc_engine *engine, engine_space *space, size_t bucket, siz
     return engine->device->ops->accumulate(engine->device, engine->stream, to, window_of(engine, space, bucket),
                                            partition_shard_elems(&space->plan, bucket), space->dtype, 0);
 }
+
+size_t bucket_sums_at_once(const zc_engine *engine, const engine_space *space)
+{
+    return raw_sums(engine, space) ? space->scratch_slots : SIZE_MAX;
+}

@@ -365,6 +365,7 @@ static zc_status cpu_step_scalars(zc_device *device, zc_stream *stream, const de
 typedef struct update_job {
     const cpu_kernels *kernels;
     const device_update_args *args;
+    const device_shard *shard;
     size_t origin; /* the shard element that element 0 of the job is */
 } update_job;
 
@@ -380,26 +381,27 @@ static void update_range(const update_job *job, const optim_segment_scalars *sca
     size_t param_bytes = zc_dtype_bytes(args->param_dtype);
     size_t state_bytes = zc_dtype_bytes(zc_dtype_sum(args->param_dtype));
     size_t master_bytes = zc_dtype_master_bytes(args->param_dtype);
+    size_t state = job->shard->state_begin + begin;
     job->kernels->update(args->rule, scalars, end - begin, args->param_dtype,
-                         element(args->param, begin, param_bytes), element(args->master, begin, master_bytes),
-                         (const char *)args->grad + begin * state_bytes, element(args->m, begin, state_bytes),
-                         element(args->v, begin, state_bytes), element(args->vmax, begin, state_bytes));
+                         element(job->shard->param, begin, param_bytes), element(args->master, state, master_bytes),
+                         (const char *)job->shard->grad + begin * state_bytes, element(args->m, state, state_bytes),
+                         element(args->v, state, state_bytes), element(args->vmax, state, state_bytes));
 }
 
 /* One kernel call for each run of adjacent active spans with the same scalars. */
 static void run_update(void *context, size_t begin, size_t end)
 {
     const update_job *job = context;
-    const device_update_args *args = job->args;
+    const device_shard *shard = job->shard;
     begin += job->origin;
     end += job->origin;
     const optim_segment_scalars *scalars = NULL; /* of the run being collected; NULL: none */
     size_t run_begin = 0, run_end = 0;
     unsigned long mode = cpu_mode_enter();
-    for (size_t k = device_find_span(args->spans, args->span_count, begin);
-         k < args->span_count && args->spans[k].begin < end; k++) {
-        const device_span *span = &args->spans[k];
-        const optim_segment_scalars *own = &args->scalars[span->segment];
+    for (size_t k = device_find_span(shard->spans, shard->span_count, begin);
+         k < shard->span_count && shard->spans[k].begin < end; k++) {
+        const device_span *span = &shard->spans[k];
+        const optim_segment_scalars *own = &job->args->scalars[span->segment];
         size_t from = span->begin < begin ? begin : span->begin, to = span->end > end ? end : span->end;
         if (!own->active || from >= to)
             continue;
@@ -421,11 +423,14 @@ static void run_update(void *context, size_t begin, size_t end)
 static zc_status cpu_update(zc_device *device, zc_stream *stream, const device_update_args *args)
 {
     (void)stream;
-    if (args->span_count == 0)
-        return ZC_OK;
-    update_job job = {of(device)->kernels, args, args->spans[0].begin};
-    size_t count = args->spans[args->span_count - 1].end - job.origin;
-    cpu_parallel(of(device)->threads, count, GRAIN_ELEMS, run_update, &job);
+    for (size_t k = 0; k < args->shard_count; k++) {
+        const device_shard *shard = &args->shards[k];
+        if (shard->span_count == 0)
+            continue;
+        update_job job = {of(device)->kernels, args, shard, shard->spans[0].begin};
+        size_t count = shard->spans[shard->span_count - 1].end - job.origin;
+        cpu_parallel(of(device)->threads, count, GRAIN_ELEMS, run_update, &job);
+    }
     return ZC_OK;
 }
 
@@ -454,6 +459,7 @@ static void cpu_destroy(zc_device *device)
 static const device_ops cpu_ops = {
     .name = "cpu",
     .slot_step_bytes = 4096,
+    .update_bytes = 0,
     .alloc = cpu_alloc,
     .free = cpu_free,
     .slot_alloc = cpu_slot_alloc,

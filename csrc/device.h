@@ -32,7 +32,7 @@ typedef struct device_stats {
     uint64_t used[];    /* 16 bits per segment: on how many ranks it had a gradient */
 } device_stats;
 
-/* What a step decided. Device memory, written by step_scalars, read back by the host at leisure. */
+/* What a step decided. Device memory, written by step_scalars, read back by the host when it is asked. */
 typedef struct device_step {
     double norm;        /* of the averaged, unscaled gradient, before clipping; NaN when not asked for */
     double grad_factor; /* what every gradient sum is multiplied with */
@@ -83,17 +83,28 @@ typedef struct device_step_args {
     device_step *result;                 /* written */
 } device_step_args;
 
+/* One shard of an update: its first element in each array. */
+typedef struct device_shard {
+    const device_span *spans; /* ascending */
+    size_t span_count;
+    size_t extent;            /* elements of the shard; no span ends after it */
+    size_t state_begin;       /* in the arrays of the state */
+    void *param;
+    const void *grad;         /* zc_dtype_sum(param_dtype) */
+} device_shard;
+
+/* As many as a GPU takes by value: a kernel's arguments are 4 KiB at most. */
+#define DEVICE_MAX_SHARDS 64u
+
+/* Shards that are updated in one call; no two have elements in common. */
 typedef struct device_update_args {
     optim_rule rule;
     zc_dtype param_dtype;
-    const device_span *spans; /* ascending, within one shard */
-    size_t span_count;
-    size_t extent;            /* elements of the shard; no span ends after it */
     const optim_segment_scalars *scalars; /* [segments] */
     size_t segments;
-    /* first element of the shard in each array; NULL where there is none */
-    void *param, *master, *m, *v, *vmax;
-    const void *grad; /* zc_dtype_sum(param_dtype) */
+    void *master, *m, *v, *vmax; /* the state; NULL where there is none */
+    size_t shard_count;
+    device_shard shards[DEVICE_MAX_SHARDS];
 } device_update_args;
 
 /*
@@ -115,6 +126,11 @@ typedef struct device_slot {
 typedef struct device_ops {
     const char *name;
     size_t slot_step_bytes; /* slots and their mappings are multiples of it */
+    /*
+     * One update should touch about this much memory, in as many shards as that takes: less is slow to start.
+     * 0: one shard, so that what comes next finds it in the caches.
+     */
+    size_t update_bytes;
     /* Zero-filled; bytes 0 gives *out = NULL. */
     zc_status (*alloc)(zc_device *device, size_t bytes, void **out);
     /* Never blocks: the memory is given back after what has been enqueued so far. */

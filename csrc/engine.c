@@ -11,6 +11,7 @@
  */
 #include "engine.h"
 
+#include <math.h>
 #include <stdio.h>
 
 /* ---- small helpers ------------------------------------------------------ */
@@ -312,6 +313,8 @@ zc_status engine_create(zc_comm *comm, zc_device *device, zc_stream *stream, con
     engine->rank = comm->rank;
     engine->ranks = comm->ranks;
     engine->clip_factor = 1.0;
+    engine->last.norm = NAN;
+    engine->last_known = 1;
     engine->patience_ns = ENGINE_PATIENCE_NS;
     status = engine_check_config(config);
     if (status == ZC_OK && (count == 0 || group_count == 0))
@@ -371,6 +374,9 @@ zc_status zc_engine_add_params(zc_engine *engine, const zc_param *params, size_t
 static zc_status grow_for(zc_engine *engine, const engine_param *param)
 {
     engine_space *space = &engine->spaces[param->space];
+    if (param->elems == 0)
+        return ZC_OK;
+    ZC_TRY(gather_finish(engine));
     size_t end = param->extent * space->elem_bytes;
     if (engine->config.stage == 3) {
         size_t last = partition_bucket_of(&space->plan, param->extent - 1);
@@ -448,6 +454,7 @@ zc_status zc_engine_copy_param(zc_engine *engine, size_t index, void *to)
     if (engine->config.stage == 3)
         return zc_fail(ZC_EINVAL, "rank %zu: at stage 3 no rank has %s; fetch it", engine->rank,
                        engine_param_name(engine, index));
+    ZC_TRY(zc_engine_wait_params(engine, &index, 1));
     return engine->device->ops->copy(engine->device, engine->stream, to, zc_engine_param(engine, index),
                                      param_bytes(engine, index));
 }
@@ -595,6 +602,7 @@ void zc_engine_destroy(zc_engine *engine)
 {
     if (!engine)
         return;
+    gather_finish(engine); /* or the group has failed, and nobody reads any more */
     engine->device->ops->synchronize(engine->device, engine->stream);
     for (size_t i = 0; i < engine->param_count; i++) {
         engine_param *param = &engine->params[i];

@@ -7,7 +7,7 @@
  * right even if the device and the communicator put all work off.
  *
  *   register -> plan -> accumulate -> reduce -> update -> gather
- *   engine.c            bucket.c, engine_round.c   engine_step.c, engine_stage3.c
+ *   engine.c            bucket.c, engine_round.c   engine_step.c, engine_gather.c, engine_stage3.c
  *
  * Parameters of one dtype that were added together form a space (partition.h).
  * What a space keeps, by stage (N ranks, elements of the space):
@@ -60,6 +60,7 @@ typedef struct engine_bucket {
     const void *lent;   /* this rank's slice, where a gradient lies that covers it; NULL: it was copied */
     size_t lender;      /* the parameter */
     comm_ticket ticket;
+    int gathering;      /* it is that of a gather, for which nothing has waited */
 } engine_bucket;
 
 typedef struct engine_param {
@@ -158,6 +159,7 @@ struct zc_engine {
     size_t space_count;
     engine_turn *sequence;    /* all buckets, in the order in which a backward completes them */
     size_t turns;
+    size_t gathering;         /* buckets that are */
     size_t next_turn;         /* where the communicator wants an order: the next to be posted */
     size_t group_count;
     int state_flags;          /* ENGINE_HAS_*: arrays that exist, or will with the spaces that are loaded now */
@@ -198,7 +200,8 @@ struct zc_engine {
 
     zc_memory memory;
     zc_traffic traffic;
-    zc_step_result last;
+    zc_step_result last;      /* what the last step did, once last_known */
+    int last_known;
 };
 
 #define ENGINE_HAS_MOMENTUM 1
@@ -293,6 +296,9 @@ zc_status bucket_vacate(zc_engine *engine, engine_space *space);
 /* The sums of one piece, in the sum type; converted into scratch where only a 16-bit form is kept. */
 zc_status bucket_sums(zc_engine *engine, engine_space *space, size_t bucket, size_t piece, const void **out);
 
+/* From so many buckets in a row bucket_sums gives sums that are good at the same time. */
+size_t bucket_sums_at_once(const zc_engine *engine, const engine_space *space);
+
 /* ---- engine_round.c ---------------------------------------------------- */
 
 typedef enum meet_kind {
@@ -358,6 +364,13 @@ zc_status plan_sequence(zc_engine *engine);
 
 /* Stage 3: which buckets of which spaces a unit is. After all spaces are planned. */
 zc_status plan_units(zc_engine *engine);
+
+/* ---- engine_gather.c --------------------------------------------------- */
+
+/* Bucket b of a space in a region: every rank's slice comes to all. */
+zc_status gather_start(zc_engine *engine, engine_space *space, size_t b, comm_region *region, size_t elem_bytes);
+/* The stream goes on when all of them are done: before parameters are read or written, and buckets used again. */
+zc_status gather_finish(zc_engine *engine);
 
 /* ---- engine_stage3.c --------------------------------------------------- */
 

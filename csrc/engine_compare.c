@@ -34,6 +34,9 @@ zc_status engine_check_config(const zc_engine_config *config)
     if ((unsigned)config->rule > OPTIM_SGD)
         return zc_fail(ZC_EINVAL, "optimizer rule is %d; legal are 0 (adamw), 1 (adam) and 2 (sgd)",
                        (int)config->rule);
+    if (config->overlap_gather && config->stage != 1 && config->stage != 2)
+        return zc_fail(ZC_EINVAL, "overlap_gather at stage %d, whose step gathers no parameters; it is for stages 1 and 2",
+                       config->stage);
     if (config->stage < 3)
         return ZC_OK;
     if (config->shared_params)
@@ -111,7 +114,7 @@ static zc_status explain_difference(zc_engine *engine, const zc_param *params, s
     if (status == ZC_OK && odd) {
         zc_free(all);
         return zc_fail(ZC_EMISMATCH, "rank %zu constructs its optimizer with another stage, rule, bucket size, units, "
-                       "group options or number of groups than rank 0; all ranks must pass the same", odd);
+                       "overlap_gather, group options or number of groups than rank 0; all ranks must pass the same", odd);
     }
     for (size_t base = 0; status == ZC_OK && base < most && first == SIZE_MAX; base += BATCH) {
         for (size_t k = 0; k < BATCH; k++)
@@ -144,7 +147,8 @@ zc_status engine_compare(zc_engine *engine, const zc_param *params, size_t count
     uint64_t fields[] = {(uint64_t)engine->config.stage, engine->config.rule, engine->config.bucket_bytes,
                          engine->config.ring_slots, (uint64_t)engine->config.shared_params,
                          (uint64_t)engine->config.mean, group_count, engine->config.unit_slots,
-                         engine->config.prefetch, engine->config.fill_discarded != 0};
+                         engine->config.prefetch, engine->config.fill_discarded != 0,
+                         engine->config.overlap_gather != 0};
     config_hash = engine_hash(config_hash, fields, sizeof fields);
     for (size_t u = 0; u < engine->unit_count; u++) {
         uint32_t unit[2] = {engine->units[u].level, engine->units[u].resident != 0};

@@ -65,6 +65,7 @@ zc_status zc_engine_read_part(zc_engine *engine, size_t index, zc_role role, siz
         return ZC_OK;
     ZC_TRY(own_bucket(engine, index, range, &bucket));
     engine_space *space = &engine->spaces[engine->params[index].space];
+    ZC_TRY(gather_finish(engine));
     if (role == ZC_ROLE_WEIGHT)
         return engine->device->ops->download(engine->device, engine->stream, to,
                                              engine_param_at(engine, space, bucket, range.begin),
@@ -87,6 +88,7 @@ zc_status zc_engine_write_part(zc_engine *engine, size_t index, zc_role role, si
     if (role != ZC_ROLE_WEIGHT)
         return engine_write_range(engine, index, role, begin, end, from);
     ZC_TRY(own_bucket(engine, index, range, &bucket));
+    ZC_TRY(gather_finish(engine));
     engine_space *space = &engine->spaces[engine->params[index].space];
     return engine->device->ops->upload(engine->device, engine->stream,
                                        engine_param_at(engine, space, bucket, range.begin), from,

@@ -79,6 +79,7 @@ typedef struct meet_record {
 
 zc_status round_begin(zc_engine *engine)
 {
+    ZC_TRY(gather_finish(engine));
     for (size_t s = 0; engine->rounds > 0 && s < engine->space_count; s++)
         ZC_TRY(bucket_vacate(engine, &engine->spaces[s]));
     bucket_begin_round(engine);
@@ -270,6 +271,7 @@ zc_status round_meet(zc_engine *engine, meet_kind kind, uint64_t detail, const c
 {
     int again = 1;
     ZC_TRY(engine_check_loaded(engine));
+    ZC_TRY(gather_finish(engine));
     ZC_TRY(round_settle(engine));
     if (engine->round_open) /* callers that do not end a backward themselves */
         ZC_TRY(zc_engine_end_round(engine, NULL, 0));

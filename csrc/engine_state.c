@@ -292,6 +292,7 @@ zc_status zc_engine_refresh(zc_engine *engine, size_t index)
     const device_ops *ops = engine->device->ops;
     if (index != SIZE_MAX && index >= engine->param_count)
         return zc_fail(ZC_EINVAL, "parameter %zu of %zu", index, engine->param_count);
+    ZC_TRY(gather_finish(engine));
     for (size_t i = index == SIZE_MAX ? 0 : index; i < engine->param_count && (index == SIZE_MAX || i == index); i++) {
         engine_param *param = &engine->params[i];
         engine_space *space = &engine->spaces[param->space];

@@ -7,11 +7,13 @@
  *      had gradients.  One small all-reduce adds them up.  Integers only: every
  *      rank gets the same bits, in whatever order they are added.
  *   3. The device turns them into one factor and a few scalars per parameter
- *      (step_scalars), without the host looking.
- *   4. Each piece is updated in one pass.
- *   5. Stages 1 and 2: a bucket's parameters are gathered as soon as its slice is
- *      updated.  Stage 0 gathers the sums instead, before the update; stage 3
- *      gathers nothing here.
+ *      (step_scalars), without the host looking: it does so when somebody asks
+ *      (zc_engine_last_step).
+ *   4. Each piece is updated in one pass, as many pieces in one call as the device
+ *      wants.
+ *   5. Stages 1 and 2: buckets' parameters are gathered as soon as their slices are
+ *      updated; engine_gather.c says who waits for that.  Stage 0 gathers the sums
+ *      instead, before the update; stage 3 gathers nothing here.
  *
  * With shared parameters there is one copy, which every rank reads and each
  * writes only where it owns: the gather moves nothing and only says "done".  At
@@ -66,103 +68,114 @@ static zc_status add_up_stats(zc_engine *engine)
     return comm_wait(engine->control, ticket, engine->stream);
 }
 
-/* ---- gathers ------------------------------------------------------------------ */
+/* ---- updates ------------------------------------------------------------------ */
 
-static zc_status start_gather(zc_engine *engine, engine_space *space, size_t b, comm_region *region,
-                              size_t elem_bytes)
+/* Pieces of one space that the device updates in one call. */
+typedef struct update_run {
+    device_update_args args;
+    size_t bytes; /* of memory that it touches */
+} update_run;
+
+static void begin_run(const zc_engine *engine, const engine_space *space, update_run *run)
 {
-    partition_range bucket = partition_bucket(&space->plan, b);
-    size_t shard = partition_shard_elems(&space->plan, b);
-    if (!(region->flags & COMM_ONE_COPY)) {
-        zc_traffic_row *row = &engine->traffic.all_gather;
-        row->calls++;
-        row->payload_elems += shard * engine->ranks;
-        row->bytes += shard * (engine->ranks - 1) * elem_bytes;
-    }
-    return comm_all_gather(space->channel, engine->stream, SPACE_TAG_GATHER(b), region, bucket.begin * elem_bytes,
-                           shard * elem_bytes, &space->buckets[b].ticket);
+    run->bytes = 0;
+    run->args.rule = engine->config.rule;
+    run->args.param_dtype = space->dtype;
+    run->args.scalars = engine->scalars;
+    run->args.segments = engine->segment_count;
+    run->args.master = space->master;
+    run->args.m = space->m;
+    run->args.v = space->v;
+    run->args.vmax = space->vmax;
+    run->args.shard_count = 0;
 }
 
-static zc_status finish_gathers(zc_engine *engine)
+/* What is read and written for one element. */
+static size_t touched_bytes(const engine_space *space)
 {
-    for (size_t s = 0; s < engine->space_count; s++) {
-        engine_space *space = &engine->spaces[s];
-        for (size_t b = 0; b < space->plan.buckets; b++)
-            ZC_TRY(comm_wait(space->channel, space->buckets[b].ticket, engine->stream));
-    }
+    size_t moments = (size_t)(space->m != NULL) + (space->v != NULL) + (space->vmax != NULL);
+    return 2 * (space->elem_bytes + zc_dtype_master_bytes(space->dtype) + moments * space->sum_bytes) +
+           space->sum_bytes;
+}
+
+/* Adds one piece, whose parameters are at `param`. */
+static zc_status add_piece(zc_engine *engine, engine_space *space, update_run *run, size_t b, size_t piece, void *param)
+{
+    size_t row = b * engine_pieces(engine) + piece;
+    device_shard *shard = &run->args.shards[run->args.shard_count];
+    partition_range range = engine_piece(engine, space, b, piece, &shard->state_begin);
+    ZC_TRY(bucket_sums(engine, space, b, piece, &shard->grad));
+    shard->spans = space->spans + space->span_first[row];
+    shard->span_count = space->span_first[row + 1] - space->span_first[row];
+    shard->extent = range.end - range.begin;
+    shard->param = param;
+    run->bytes += shard->extent * touched_bytes(space);
+    run->args.shard_count++;
     return ZC_OK;
 }
 
-zc_status zc_engine_spread(zc_engine *engine)
+static int is_full(const zc_engine *engine, const engine_space *space, const update_run *run)
 {
-    ZC_TRY(round_meet(engine, MEET_STORE, SIZE_MAX, "loading"));
-    ZC_TRY(stage3_settle(engine));
-    if (engine->config.stage == 3)
-        return stage3_written(engine, "loading");
-    for (size_t s = 0; s < engine->space_count; s++) {
-        engine_space *space = &engine->spaces[s];
-        for (size_t b = 0; b < space->plan.buckets; b++)
-            ZC_TRY(start_gather(engine, space, b, space->param, space->elem_bytes));
-    }
-    return finish_gathers(engine);
+    return run->bytes >= engine->device->ops->update_bytes || run->args.shard_count == DEVICE_MAX_SHARDS ||
+           run->args.shard_count == bucket_sums_at_once(engine, space);
 }
 
-/* ---- updates ------------------------------------------------------------------ */
-
-/* Updates one piece; its parameters are at `param`. */
-static zc_status update_piece(zc_engine *engine, engine_space *space, size_t b, size_t piece, void *param)
+static zc_status end_run(zc_engine *engine, update_run *run)
 {
-    size_t row = b * engine_pieces(engine) + piece, state_begin;
-    const void *sums;
-    partition_range range = engine_piece(engine, space, b, piece, &state_begin);
-    ZC_TRY(bucket_sums(engine, space, b, piece, &sums));
-    device_update_args args = {
-        .rule = engine->config.rule,
-        .param_dtype = space->dtype,
-        .spans = space->spans + space->span_first[row],
-        .span_count = space->span_first[row + 1] - space->span_first[row],
-        .extent = range.end - range.begin,
-        .scalars = engine->scalars,
-        .segments = engine->segment_count,
-        .param = param,
-        .master = engine_at(space->master, state_begin, zc_dtype_master_bytes(space->dtype)),
-        .m = engine_at(space->m, state_begin, space->sum_bytes),
-        .v = engine_at(space->v, state_begin, space->sum_bytes),
-        .vmax = engine_at(space->vmax, state_begin, space->sum_bytes),
-        .grad = sums,
-    };
-    return engine->device->ops->update(engine->device, engine->stream, &args);
+    zc_status status = ZC_OK;
+    if (run->args.shard_count)
+        status = engine->device->ops->update(engine->device, engine->stream, &run->args);
+    run->args.shard_count = run->bytes = 0;
+    return status;
+}
+
+/* This rank's slices; stages 1 and 2, and shared parameters: each run is gathered while the next one is updated. */
+static zc_status update_own(zc_engine *engine)
+{
+    size_t piece = engine->config.stage == 0 ? engine->rank : 0;
+    for (size_t s = 0; s < engine->space_count; s++) {
+        engine_space *space = &engine->spaces[s];
+        size_t gathered = 0;
+        update_run run;
+        begin_run(engine, space, &run);
+        for (size_t b = 0; !space->frozen && b < space->plan.buckets; b++) {
+            partition_range own = partition_slice(&space->plan, b, engine->rank);
+            ZC_TRY(add_piece(engine, space, &run, b, piece, engine_param_at(engine, space, b, own.begin)));
+            if (b + 1 < space->plan.buckets && !is_full(engine, space, &run))
+                continue;
+            ZC_TRY(end_run(engine, &run));
+            for (; engine->config.stage < 3 && gathered <= b; gathered++)
+                ZC_TRY(gather_start(engine, space, gathered, space->param, space->elem_bytes));
+        }
+    }
+    return ZC_OK;
 }
 
 static zc_status update_shards(zc_engine *engine)
 {
     ZC_TRY(stage3_settle(engine));
-    for (size_t s = 0; s < engine->space_count; s++) {
-        engine_space *space = &engine->spaces[s];
-        for (size_t b = 0; !space->frozen && b < space->plan.buckets; b++) {
-            partition_range own = partition_slice(&space->plan, b, engine->rank);
-            ZC_TRY(update_piece(engine, space, b, 0, engine_param_at(engine, space, b, own.begin)));
-            if (engine->config.stage < 3)
-                ZC_TRY(start_gather(engine, space, b, space->param, space->elem_bytes));
-        }
-    }
-    return engine->config.stage < 3 ? finish_gathers(engine) : stage3_written(engine, "step");
+    ZC_TRY(update_own(engine));
+    if (engine->config.stage == 3)
+        return stage3_written(engine, "step");
+    return engine->config.overlap_gather ? ZC_OK : gather_finish(engine);
 }
 
 static zc_status gather_sums(zc_engine *engine)
 {
     for (size_t s = 0; s < engine->space_count; s++)
         for (size_t b = 0; b < engine->spaces[s].plan.buckets; b++)
-            ZC_TRY(start_gather(engine, &engine->spaces[s], b, engine->spaces[s].full_sums,
+            ZC_TRY(gather_start(engine, &engine->spaces[s], b, engine->spaces[s].full_sums,
                                 engine->spaces[s].sum_bytes));
-    return finish_gathers(engine);
+    return gather_finish(engine);
 }
 
-static zc_status update_everything(zc_engine *engine)
+/* Stage 0: all slices, or with shared parameters those of other ranks, in a scratch copy. */
+static zc_status update_pieces(zc_engine *engine, int shared)
 {
-    int shared = engine->config.shared_params;
     for (size_t s = 0; s < engine->space_count; s++) {
         engine_space *space = &engine->spaces[s];
+        update_run run;
+        begin_run(engine, space, &run);
         for (size_t b = 0; b < space->plan.buckets; b++)
             for (size_t piece = 0; piece < engine->ranks; piece++) {
                 partition_range slice = partition_slice(&space->plan, b, piece);
@@ -174,21 +187,23 @@ static zc_status update_everything(zc_engine *engine)
                                                      (slice.end - slice.begin) * space->elem_bytes));
                     param = engine->slice_scratch;
                 }
-                ZC_TRY(update_piece(engine, space, b, piece, param));
+                ZC_TRY(add_piece(engine, space, &run, b, piece, param));
+                if (shared || is_full(engine, space, &run)) /* there is one scratch */
+                    ZC_TRY(end_run(engine, &run));
             }
+        ZC_TRY(end_run(engine, &run));
     }
-    if (!shared)
+    return ZC_OK;
+}
+
+static zc_status update_everything(zc_engine *engine)
+{
+    ZC_TRY(update_pieces(engine, engine->config.shared_params));
+    if (!engine->config.shared_params)
         return ZC_OK;
     ZC_TRY(round_barrier(engine, "step"));
-    for (size_t s = 0; s < engine->space_count; s++) {
-        engine_space *space = &engine->spaces[s];
-        for (size_t b = 0; b < space->plan.buckets; b++) {
-            partition_range own = partition_slice(&space->plan, b, engine->rank);
-            ZC_TRY(update_piece(engine, space, b, engine->rank, engine_param_at(engine, space, b, own.begin)));
-            ZC_TRY(start_gather(engine, space, b, space->param, space->elem_bytes));
-        }
-    }
-    return finish_gathers(engine);
+    ZC_TRY(update_own(engine));
+    return gather_finish(engine);
 }
 
 /* ---- the call ------------------------------------------------------------------ */
@@ -211,10 +226,8 @@ static zc_status check_step(zc_engine *engine, const zc_options *groups, size_t 
     return ZC_OK;
 }
 
-zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t group_count, const zc_step_args *args,
-                         zc_step_result *result)
+zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t group_count, const zc_step_args *args)
 {
-    device_step decided;
     ZC_TRY(check_step(engine, groups, group_count, args));
     ZC_TRY(stage3_check_unused(engine, "step()"));
     ZC_TRY(engine_ensure_state(engine, groups));
@@ -242,6 +255,7 @@ zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t gro
         .scalars = engine->scalars,
         .result = engine->result,
     };
+    engine->last_known = 0;
     ZC_TRY(engine->device->ops->step_scalars(engine->device, engine->stream, &step));
     if (engine->config.stage == 0) {
         ZC_TRY(gather_sums(engine));
@@ -250,12 +264,18 @@ zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t gro
         ZC_TRY(update_shards(engine));
     }
     round_forget(engine);
-    if (!result)
-        return ZC_OK;
-    ZC_TRY(engine->device->ops->download(engine->device, engine->stream, &decided, engine->result, sizeof decided));
-    result->norm = decided.norm;
-    result->skipped = decided.skipped != 0;
-    result->nonfinite = decided.nonfinite;
+    return ZC_OK;
+}
+
+zc_status zc_engine_last_step(zc_engine *engine, zc_step_result *result)
+{
+    device_step decided;
+    if (!engine->last_known) {
+        ZC_TRY(engine->device->ops->download(engine->device, engine->stream, &decided, engine->result, sizeof decided));
+        engine->last = (zc_step_result){decided.norm, decided.skipped != 0, decided.nonfinite};
+        engine->last_known = 1;
+    }
+    *result = engine->last;
     return ZC_OK;
 }
 

@@ -17,6 +17,7 @@ typedef struct py_comm {
     size_t local_rank;
     int closed;         /* close() was called */
     long users;         /* calls inside it; guarded by the GIL */
+    PyObject *engines;  /* list of weak references: what to wait for before it closes; NULL: nothing */
     PyObject *weak_references;
 } py_comm;
 
@@ -112,6 +113,7 @@ static void comm_dealloc(py_comm *self)
     if (self->weak_references)
         PyObject_ClearWeakRefs((PyObject *)self);
     close_core(self);
+    Py_XDECREF(self->engines);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -119,11 +121,46 @@ static void comm_dealloc(py_comm *self)
 PyDoc_STRVAR(close_doc, "close()\n--\n\nLeaves the group; ranks that wait for this one get PeerLost. Again: nothing. "
                         "Memory of optimizers on it stays valid as long as they live.");
 
+int py_comm_before_close(PyObject *object, PyObject *engine)
+{
+    py_comm *self = (py_comm *)object;
+    PyObject *reference = PyWeakref_NewRef(engine, NULL);
+    int failed = !reference || (!self->engines && !(self->engines = PyList_New(0)))
+                 || PyList_Append(self->engines, reference) < 0;
+
+    Py_XDECREF(reference);
+    return failed ? -1 : 0;
+}
+
+/* What cannot be finished, because the group has failed, is not: 0, or -1 with an exception of a signal handler. */
+static int finish_engines(py_comm *self)
+{
+    PyObject *error = py_state_of((PyObject *)self)->error, *engines = self->engines;
+    int failed = 0;
+
+    self->engines = NULL;
+    for (Py_ssize_t k = 0; engines && !failed && k < PyList_GET_SIZE(engines); k++) {
+        PyObject *engine = PyObject_CallNoArgs(PyList_GET_ITEM(engines, k)), *done = NULL;
+        if (engine && engine != Py_None && !(done = PyObject_CallMethod(engine, "wait_params", NULL))) {
+            failed = !PyErr_ExceptionMatches(error);
+            if (!failed)
+                PyErr_Clear();
+        }
+        Py_XDECREF(done);
+        Py_XDECREF(engine);
+    }
+    Py_XDECREF(engines);
+    return failed ? -1 : 0;
+}
+
 static PyObject *comm_close_method(py_comm *self, PyObject *unused)
 {
     (void)unused;
+    int failed = self->closed ? 0 : finish_engines(self);
     self->closed = 1;
     close_if_unused(self);
+    if (failed)
+        return NULL;
     Py_RETURN_NONE;
 }
 

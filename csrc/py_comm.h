@@ -14,6 +14,12 @@ zc_comm *py_comm_enter(PyObject *comm);
 /* Counts it out. */
 void py_comm_leave(PyObject *comm);
 
+/*
+ * `engine` may be reading peers' memory, and they this rank's, when close() is called: it finishes that first, by
+ * engine.wait_params().  Kept by a weak reference: 0, or -1 with an exception.
+ */
+int py_comm_before_close(PyObject *comm, PyObject *engine);
+
 /* 0, or -1 with Error set: close() was called. */
 int py_comm_check_open(PyObject *comm);
 /* 0, or -1 with Error set: this is a signal handler inside a wait of the core, which holds locks. */

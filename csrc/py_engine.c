@@ -105,7 +105,7 @@ static int parse_rule(const char *name, optim_rule *rule)
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"comm", "params", "groups", "rule", "stage", "bucket_bytes", "ring_slots", "shared_params",
-                            "mean", "threads", "units", "unit_slots", "prefetch", "fill_discarded", NULL};
+                            "mean", "threads", "units", "unit_slots", "prefetch", "fill_discarded", "overlap_gather", NULL};
     py_state *state = PyType_GetModuleState(type);
     zc_engine_config config = ZC_ENGINE_CONFIG;
     Py_ssize_t bucket_bytes = (Py_ssize_t)config.bucket_bytes, ring_slots = (Py_ssize_t)config.ring_slots;
@@ -118,10 +118,10 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     size_t group_count;
     zc_status status;
 
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!OO|$sinnppiOnnp:Engine", names, state->comm_type, &comm_object,
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!OO|$sinnppiOnnpp:Engine", names, state->comm_type, &comm_object,
                                      &params, &groups_object, &rule, &config.stage, &bucket_bytes, &ring_slots,
                                      &config.shared_params, &config.mean, &config.threads, &units_object, &unit_slots,
-                                     &prefetch, &config.fill_discarded)
+                                     &prefetch, &config.fill_discarded, &config.overlap_gather)
         || parse_rule(rule, &config.rule))
         return NULL;
     if (bucket_bytes < 0 || ring_slots < 0) {
@@ -167,6 +167,8 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywor
         goto fail;
     }
     py_engine_note(self, &list);
+    if (config.overlap_gather && py_comm_before_close(comm_object, (PyObject *)self))
+        goto fail;
     PyMem_Free(groups);
     py_param_list_free(&list);
     py_unit_list_free(&units);
@@ -191,7 +193,9 @@ static void drop_engine(py_engine *self)
             PyErr_Clear(); /* no memory: the gradient goes a moment early, or not at all */
         Py_DECREF(owner);
     }
+    Py_BEGIN_ALLOW_THREADS /* it may wait for peers, which may be threads of this process */
     zc_engine_destroy(self->engine);
+    Py_END_ALLOW_THREADS
     Py_XDECREF(owners);
 }
 
@@ -272,7 +276,10 @@ PyDoc_STRVAR(end_round_doc,
              "gradients of parameters that had one.");
 PyDoc_STRVAR(step_doc,
              "step(groups, *, loss_scale=1.0, max_norm=0.0, want_norm=False, skip_nonfinite=False)\n--\n\n"
-             "Updates all parameters that had a gradient on some rank; (norm, skipped, nonfinite).");
+             "Updates all parameters that had a gradient on some rank.");
+PyDoc_STRVAR(wait_params_doc,
+             "wait_params(indices=None)\n--\n\nWith overlap_gather: these parameters, or all, are what the last step made "
+             "of them.");
 PyDoc_STRVAR(clip_doc,
              "clip(max_norm, norm_type=2.0, loss_scale=1.0)\n--\n\nThe norm of the averaged gradient, which the next "
              "step scales to max_norm.");
@@ -308,6 +315,9 @@ static PyMethodDef engine_methods[] = {
      "abort_round()\n--\n\nThe backward of the open round raised."},
     {"discard", (PyCFunction)py_engine_discard, METH_VARARGS, discard_doc},
     {"step", (PyCFunction)(void (*)(void))py_engine_step, METH_VARARGS | METH_KEYWORDS, step_doc},
+    {"last_step", (PyCFunction)py_engine_last_step, METH_NOARGS,
+     "last_step()\n--\n\n(norm, skipped, nonfinite) of the last step; on a GPU the first call after it waits for it."},
+    {"wait_params", (PyCFunction)py_engine_wait_params, METH_VARARGS, wait_params_doc},
     {"clip", (PyCFunction)(void (*)(void))py_engine_clip, METH_VARARGS | METH_KEYWORDS, clip_doc},
     {"state", (PyCFunction)py_engine_state, METH_VARARGS, state_doc},
     {"read", (PyCFunction)py_engine_read, METH_VARARGS, read_doc},
@@ -373,7 +383,8 @@ static PyMemberDef engine_members[] = {
 
 PyDoc_STRVAR(engine_doc,
              "Engine(comm, params, groups, *, rule='adamw', stage=2, bucket_bytes=0, ring_slots=0, "
-             "shared_params=False, mean=True, threads=0, units=(), unit_slots=2, prefetch=1, fill_discarded=False)\n--\n\n"
+             "shared_params=False, mean=True, threads=0, units=(), unit_slots=2, prefetch=1, fill_discarded=False, "
+             "overlap_gather=False)\n--\n\n"
              "params: (name, elems, dtype, group, initial array or None), at stage 3 also (..., unit, frozen); groups: dicts "
              "of options;\nunits, of stage 3: (name, level, resident). All ranks must call it.");
 

@@ -110,6 +110,8 @@ PyObject *py_engine_end_round(py_engine *self, PyObject *args);
 PyObject *py_engine_abort_round(py_engine *self, PyObject *args);
 PyObject *py_engine_discard(py_engine *self, PyObject *args);
 PyObject *py_engine_step(py_engine *self, PyObject *args, PyObject *keywords);
+PyObject *py_engine_last_step(py_engine *self, PyObject *unused);
+PyObject *py_engine_wait_params(py_engine *self, PyObject *args);
 PyObject *py_engine_clip(py_engine *self, PyObject *args, PyObject *keywords);
 PyObject *py_engine_state(py_engine *self, PyObject *args);
 PyObject *py_engine_read(py_engine *self, PyObject *args);

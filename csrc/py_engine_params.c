@@ -113,6 +113,40 @@ PyObject *py_engine_param_dlpack(py_engine *self, PyObject *args)
                          (PyObject *)self, self->gpu);
 }
 
+PyObject *py_engine_wait_params(py_engine *self, PyObject *args)
+{
+    PyObject *given = Py_None, *list = NULL;
+    size_t *indices = NULL, count = 0;
+    zc_status status;
+
+    if (!PyArg_ParseTuple(args, "|O:wait_params", &given))
+        return NULL;
+    if (given != Py_None) {
+        if (!(list = PySequence_Fast(given, "indices must be a sequence of parameter numbers, or None")))
+            return NULL;
+        count = (size_t)PySequence_Fast_GET_SIZE(list);
+        if (!(indices = PyMem_Calloc(count + 1, sizeof *indices)))
+            PyErr_NoMemory();
+        for (size_t k = 0; indices && k < count; k++)
+            if (py_engine_index(self, PySequence_Fast_GET_ITEM(list, (Py_ssize_t)k), &indices[k])) {
+                PyMem_Free(indices);
+                indices = NULL;
+            }
+        Py_DECREF(list);
+        if (!indices)
+            return NULL;
+    }
+    if (py_engine_lock_local(self)) {
+        PyMem_Free(indices);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_engine_wait_params(self->engine, indices, count);
+    Py_END_ALLOW_THREADS
+    PyMem_Free(indices);
+    return py_engine_finish(self, status);
+}
+
 PyObject *py_engine_refresh(py_engine *self, PyObject *args)
 {
     zc_status status;

@@ -8,7 +8,6 @@ PyObject *py_engine_step(py_engine *self, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"groups", "loss_scale", "max_norm", "want_norm", "skip_nonfinite", NULL};
     zc_step_args step = ZC_STEP_ARGS;
-    zc_step_result result;
     PyObject *groups_object;
     size_t group_count;
     zc_status status;
@@ -22,11 +21,26 @@ PyObject *py_engine_step(py_engine *self, PyObject *args, PyObject *keywords)
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    status = zc_engine_step(self->engine, groups, group_count, &step, &result);
+    status = zc_engine_step(self->engine, groups, group_count, &step);
     Py_END_ALLOW_THREADS
     PyMem_Free(groups);
     PyObject *done = py_engine_finish(self, status);
     py_engine_drop_released(self);
+    return done;
+}
+
+PyObject *py_engine_last_step(py_engine *self, PyObject *unused)
+{
+    zc_step_result result;
+    zc_status status;
+
+    (void)unused;
+    if (py_engine_lock_local(self))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_engine_last_step(self->engine, &result);
+    Py_END_ALLOW_THREADS
+    PyObject *done = py_engine_finish(self, status);
     if (!done)
         return NULL;
     Py_DECREF(done);

@@ -11,7 +11,7 @@
  *     for (int step = 0; step < 100; step++) {
  *         compute_gradient(zc_engine_param(engine, 0), gradient);
  *         zc_engine_add_grad(engine, 0, gradient);
- *         zc_engine_step(engine, &group, 1, &(zc_step_args)ZC_STEP_ARGS, NULL);
+ *         zc_engine_step(engine, &group, 1, &(zc_step_args)ZC_STEP_ARGS);
  *     }
  *     zc_engine_destroy(engine);
  *     zc_comm_close(comm);
@@ -151,6 +151,7 @@ typedef struct zc_engine_config {
     size_t bucket_bytes;    /* of one reduction window; 0: chosen by size, 256 KiB to 1 MiB, on GPUs 1 to 25 MiB */
     size_t ring_slots;      /* windows in flight (stages 0, 2 and 3); 0: 16, on GPUs 3 */
     int shared_params;      /* parameters live once per host */
+    int overlap_gather;     /* stages 1 and 2: step() does not wait for parameters; see zc_engine_wait_params */
     int mean;               /* 1: average over ranks, 0: sum */
     int threads;            /* CPU threads of this rank; 0: usable cores / ranks on this host, at least 1 */
     const zc_unit *units;   /* stage 3: [unit_count], in the order of their first use; read during create */
@@ -284,10 +285,19 @@ typedef struct zc_step_result {
     uint64_t nonfinite;   /* ranks that saw an infinity or NaN in their shards of the sums */
 } zc_step_result;
 
-/* Collective. Updates all parameters that had a gradient on some rank; consumes the sums. result may be NULL.
+/* Collective. Updates all parameters that had a gradient on some rank; consumes the sums. On a GPU it waits for nothing.
  * groups: the options as they are now; group_count as created. */
-zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t group_count, const zc_step_args *args,
-                         zc_step_result *result);
+zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t group_count, const zc_step_args *args);
+/* Local. What the last step did; before the first one, nothing. On a GPU the first call after a step waits for it. */
+zc_status zc_engine_last_step(zc_engine *engine, zc_step_result *result);
+/*
+ * With overlap_gather step() returns while parameters still come from their owners.  These `count` parameters are right,
+ * for the host or on a GPU for the engine's stream, after this; with indices NULL all of them are, and may be written:
+ * peers have what they need of this rank.  Every rank must call it, or something collective, sooner or later: a rank may
+ * have to wait for its peers here.  The engine's own functions do so where they need it, except zc_engine_param,
+ * zc_engine_order and what reads the memory that they give.  Costs nothing when nothing is under way.
+ */
+zc_status zc_engine_wait_params(zc_engine *engine, const size_t *indices, size_t count);
 /* Collective. The norm of the averaged, unscaled gradient; gradients are scaled by min(1, max_norm / (norm + 1e-6))
  * at the next step (repeated calls multiply). norm_type: > 0 or infinity. max_norm infinity: measure only. */
 zc_status zc_engine_clip(zc_engine *engine, double max_norm, double norm_type, double loss_scale, double *norm);

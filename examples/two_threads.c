@@ -46,7 +46,7 @@ static void *train(void *argument)
             db += error / 8;
         }
         self->failed = check(zc_engine_add_grad(engine, 0, &dw)) || check(zc_engine_add_grad(engine, 1, &db)) ||
-                       check(zc_engine_step(engine, &group, 1, &(zc_step_args)ZC_STEP_ARGS, NULL));
+                       check(zc_engine_step(engine, &group, 1, &(zc_step_args)ZC_STEP_ARGS));
     }
     if (engine) {
         self->w = *(float *)zc_engine_param(engine, 0);

@@ -22,11 +22,11 @@ from test_c import run
 
 RUN_DEADLINE_S = 400
 PLUGIN_PROGRAM = "test_plugin"  # runs on a plugin made by nvcc: test_cuda_build.py
-ENGINE = [ROOT / "tests" / "c" / name for name in ("test_engine.c", "test_stage3.c")]
+ENGINE = [ROOT / "tests" / "c" / name for name in ("test_engine.c", "test_stage3.c", "test_step.c")]
 PROGRAMS = sorted(path for path in (ROOT / "tests" / "cuda").glob("test_*.c*") if path.stem != PLUGIN_PROGRAM) + ENGINE
 NAMED = {program.stem: program for program in PROGRAMS}
 # The thread sanitizer sees C only, and has something to see in what runs threads of its own.
-THREADED = {"test_device", "test_nccl", "test_engine", "test_stage3"}
+THREADED = {"test_device", "test_nccl", "test_engine", "test_stage3", "test_step"}
 # Kernels are compared with what they declare; of no interest in any other way is the program that tests this.
 WATCHED = {"test_declared", "test_kernels", "test_device"}
 SHORT = {("address", "test_kernels"), ("address", "test_device"), *(("watched", name) for name in WATCHED)}

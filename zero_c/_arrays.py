@@ -10,27 +10,16 @@
 import math
 import numbers
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy
 
 from zero_c import _checkpoint, _gpu, _init, _loading, _options, _saving
 from zero_c._core import Communicator, Engine, Error, GpuArray, as_array
+from zero_c._last_step import LastStep
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 STAGES = (0, 1, 2)
 REDUCE_OPS = ("mean", "sum")
-
-
-class LastStep(NamedTuple):
-    """What the last step did."""
-
-    norm: float | None  # of the averaged, unscaled gradient before clipping; None where it was not needed
-    scale: float  # loss scale that the gradients carried
-    skipped: bool
-    nonfinite: int  # ranks that saw an infinity or NaN
-    steps: int  # that were not skipped, since construction
-    deterministic: bool
 
 
 class ShardedOptimizer:
@@ -50,8 +39,8 @@ class ShardedOptimizer:
     in_place        the caller's arrays get the new values; otherwise only param(i) does
     deterministic   on GPUs: gradients are summed in rank order; by default while all ranks are on one host
 
-    On a GPU everything is enqueued on the legacy default stream, without waiting for it unless a norm or a skipped step
-    has to be known. An array that is given must not be used for something else by work on a non-blocking stream before
+    On a GPU everything is enqueued on the legacy default stream, without waiting for it unless a step may be skipped, or
+    last_step is asked what was found. An array that is given must not be used for something else by work on a non-blocking stream before
     that stream has been ordered after the default one.
     """
 
@@ -108,9 +97,8 @@ class ShardedOptimizer:
                 self._engine.load_from_device(i, view)
             self._engine.publish()
             self._params = [self.param_dlpack(i) for i in range(len(self._shapes))]
-        self._steps = 0
         self._clip_norm = None
-        self.last_step = LastStep(None, self._scale(), False, 0, 0, self.comm.deterministic)
+        self.last_step = LastStep(self._engine, self._scale(), self.comm.deterministic)
         self._write_back()
 
     def __len__(self):
@@ -169,12 +157,10 @@ class ShardedOptimizer:
         max_norm = _positive("max_grad_norm", self.max_grad_norm, optional=True)
         groups = self._core_groups()
         self._close_round()
-        norm, skipped, nonfinite = self._engine.step(groups, loss_scale=scale, max_norm=max_norm or 0.0, skip_nonfinite=skip)
-        self._steps += not skipped
-        self.last_step = LastStep(norm if max_norm else self._clip_norm, scale, skipped, nonfinite, self._steps,
-                                  self.last_step.deterministic)
+        self._engine.step(groups, loss_scale=scale, max_norm=max_norm or 0.0, skip_nonfinite=skip)
+        self.last_step.follow(scale, skip, max_norm is not None, self._clip_norm)
         self._clip_norm = None
-        if not skipped:
+        if not self.last_step.skipped:
             self._write_back()
 
     # ---- looking in ------------------------------------------------------
@@ -237,8 +223,7 @@ class ShardedOptimizer:
                                  _checkpoint.like, self._entries, self._core_groups)
         if self.loss_scale is not None:
             self.loss_scale = manifest["loss_scale"]["value"]
-        self._steps = manifest["steps"]
-        self.last_step = LastStep(None, self._scale(), False, 0, self._steps, self.last_step.deterministic)
+        self.last_step.steps = manifest["steps"]
         self._write_back()
 
     def _entries(self):
@@ -255,7 +240,7 @@ class ShardedOptimizer:
         groups = [({key: value for key, value in group.items() if key != "params"}, len(group["params"]))
                   for group in self.param_groups]
         scale = {"value": self._scale(), "good": 0, "floored": 0}
-        return self._entries(), _checkpoint.about(self._optimizer, groups, scale, self._steps, self._stage, self.comm)
+        return self._entries(), _checkpoint.about(self._optimizer, groups, scale, self.last_step.steps, self._stage, self.comm)
 
     # ---- helpers ---------------------------------------------------------
 

@@ -13,6 +13,8 @@
  *       declares so; CU_MAY_READ and CU_MAY_WRITE are for ranges of which the
  *       data decide how much is touched.  A build that watches kernels proves
  *       all this (tests/cuda_emulation/emu_watch.cc).
+ *   CU_NEXT_READS(p, bytes), CU_NEXT_MAY_READ(p, bytes), CU_NEXT_MAY_WRITE(p, bytes)
+ *       before a launch: one more access of it, where their number is not fixed.
  *   CU_HOST_READ(p, bytes), CU_HOST_WRITE(p, bytes)
  *       before the host touches pinned memory that the device also touches.
  *
@@ -35,6 +37,9 @@
 #define CU_WRITES(p, bytes)
 #define CU_MAY_READ(p, bytes)
 #define CU_MAY_WRITE(p, bytes)
+#define CU_NEXT_READS(p, bytes) ((void)0)
+#define CU_NEXT_MAY_READ(p, bytes) ((void)0)
+#define CU_NEXT_MAY_WRITE(p, bytes) ((void)0)
 #define CU_LAUNCH(kernel, grid, block, stream, accesses, ...) \
     ((kernel)<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__), cudaPeekAtLastError())
 #endif

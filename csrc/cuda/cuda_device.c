@@ -21,6 +21,7 @@
 #include <string.h>
 
 #define DOWNLOAD_BLOCKS 2u
+#define UPDATE_BYTES ((size_t)256 << 20) /* some 60 us of a GPU's memory: a launch's start is lost in it */
 
 /* Options of all groups, in device memory; uploaded when they have changed. */
 typedef struct cuda_options {
@@ -282,7 +283,7 @@ static zc_status device_scale(zc_device *device, zc_stream *stream, void *to, co
 
 static zc_status device_update(zc_device *device, zc_stream *stream, const device_update_args *args)
 {
-    if (args->span_count == 0)
+    if (args->shard_count == 0)
         return ZC_OK;
     ENQUEUE(device, stream, cuda_update, cuda_stream(stream), args);
 }
@@ -415,6 +416,7 @@ static void device_destroy(zc_device *device)
 
 static const device_ops cuda_ops = {
     .name = "cuda",
+    .update_bytes = UPDATE_BYTES,
     .alloc = device_alloc,
     .free = device_free,
     .slot_alloc = device_slot_alloc,

@@ -393,7 +393,7 @@ static void defer_destroy(zc_device *d)
 }
 
 static const device_ops defer_device_ops = {
-    .name = "defer", .slot_step_bytes = 4096, .alloc = defer_alloc, .free = defer_free,
+    .name = "defer", .slot_step_bytes = 4096, .update_bytes = 1 << 16, .alloc = defer_alloc, .free = defer_free,
     .slot_alloc = defer_slot_alloc, .slot_map = defer_slot_map, .slot_unmap = defer_slot_unmap,
     .slot_free = defer_slot_free, .copy = defer_copy, .copy_far = defer_copy, .pack = defer_pack,
     .fill = defer_fill, .accumulate = defer_accumulate, .sum_squares = defer_sum_squares, .fold_flags = defer_fold,

@@ -164,7 +164,8 @@ static void *train(void *argument)
         zc_step_args args = ZC_STEP_ARGS;
         zc_step_result result;
         args.max_norm = p->max_norm;
-        CHECK_OK(zc_engine_step(engine, &group, 1, &args, &result));
+        CHECK_OK(zc_engine_step(engine, &group, 1, &args));
+        CHECK_OK(zc_engine_last_step(engine, &result));
         CHECK(!p->max_norm || result.norm > 0);
     }
     char *out = j->weights;
@@ -383,21 +384,21 @@ static void *fail_together(void *argument)
         j->status = zc_engine_add_grad(engine, 0, g);
         if (j->what == 1) { /* different operations */
             j->status = j->rank ? zc_engine_clip(engine, 1, 2, 1, &norm)
-                                : zc_engine_step(engine, &group, 1, &args, NULL);
+                                : zc_engine_step(engine, &group, 1, &args);
         } else if (j->what == 2) { /* different learning rates */
             group.lr = j->rank ? 0.1 : 0.2;
-            j->status = zc_engine_step(engine, &group, 1, &args, NULL);
+            j->status = zc_engine_step(engine, &group, 1, &args);
         } else if (j->what == 3) { /* one backward raised */
             if (j->rank == 1)
                 zc_engine_abort_round(engine);
-            j->status = zc_engine_step(engine, &group, 1, &args, NULL);
+            j->status = zc_engine_step(engine, &group, 1, &args);
         } else if (j->what == 4) { /* all backwards raised: nothing is updated, training goes on */
             zc_engine_abort_round(engine);
-            j->status = zc_engine_step(engine, &group, 1, &args, NULL);
+            j->status = zc_engine_step(engine, &group, 1, &args);
             CHECK_EQ(zc_engine_step_count(engine, 0), 0);
             CHECK(memcmp(zc_engine_param(engine, 0), w, sizeof w) == 0);
             CHECK_OK(zc_engine_add_grad(engine, 0, g));
-            CHECK_OK(zc_engine_step(engine, &group, 1, &args, NULL));
+            CHECK_OK(zc_engine_step(engine, &group, 1, &args));
             CHECK_EQ(zc_engine_step_count(engine, 0), 1);
         }
     }
@@ -474,7 +475,9 @@ static void *live(void *argument)
     if (j->status == ZC_OK)
         j->status = zc_engine_clip(engine, 1, 3, 1, &norm);
     if (j->status == ZC_OK)
-        j->status = zc_engine_step(engine, &group, 1, &args, &result);
+        j->status = zc_engine_step(engine, &group, 1, &args);
+    if (j->status == ZC_OK)
+        j->status = zc_engine_last_step(engine, &result);
     if (j->status == ZC_OK)
         j->status = zc_engine_read(engine, 0, ZC_ROLE_EXP_AVG, 1, whole);
     if (j->status == ZC_OK)

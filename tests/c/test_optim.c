@@ -320,12 +320,12 @@ static void threads_change_no_bit(void)
         memset(&c, 0, sizeof c);
         CHECK_OK(DEVICE_CALL(device, sum_squares, NULL, &c.stats, &flags, got->g, SHARD, ZC_FLOAT32));
         CHECK(!memcmp(c.stats.sum_squares, words, sizeof words) && flags == 0);
-        device_update_args args = {.rule = OPTIM_ADAMW, .param_dtype = ZC_FLOAT32, .spans = spans,
-                                   .span_count = span_count, .scalars = scalars, .param = got->p, .m = got->m,
-                                   .v = got->v, .grad = got->g};
+        device_update_args args = {.rule = OPTIM_ADAMW, .param_dtype = ZC_FLOAT32, .scalars = scalars,
+                                   .m = got->m, .v = got->v, .shard_count = 1,
+                                   .shards = {{spans, span_count, SHARD, 0, got->p, got->g}}};
         CHECK_OK(DEVICE_CALL(device, update, NULL, &args));
         CHECK(!memcmp(got, want, sizeof *got));
-        args.span_count = 0;
+        args.shards[0].span_count = 0;
         CHECK_OK(DEVICE_CALL(device, update, NULL, &args));
 
         CHECK_OK(DEVICE_CALL(device, accumulate, NULL, got->p, got->g, SHARD, ZC_FLOAT32, 0));

@@ -514,7 +514,8 @@ static void *train(void *argument)
         zc_step_args args = ZC_STEP_ARGS;
         zc_step_result result;
         args.max_norm = p->max_norm;
-        CHECK_OK(zc_engine_step(j->engine, &group, 1, &args, &result));
+        CHECK_OK(zc_engine_step(j->engine, &group, 1, &args));
+        CHECK_OK(zc_engine_last_step(j->engine, &result));
         CHECK(!p->max_norm || result.norm > 0);
         look_at_copies(j);
         if (p->store && j->step == STORE_AFTER)
@@ -792,7 +793,7 @@ static void visit_all(blocks *b, int backward)
 static zc_status step(blocks *b)
 {
     zc_step_args args = ZC_STEP_ARGS;
-    return zc_engine_step(b->engine, &adamw, 1, &args, NULL);
+    return zc_engine_step(b->engine, &adamw, 1, &args);
 }
 
 static size_t gathers(blocks *b)
@@ -1477,7 +1478,7 @@ static void *live(void *argument)
             j->status = zc_engine_add_grad(engine, 3, g);
     }
     if (j->status == ZC_OK)
-        j->status = zc_engine_step(engine, &group, 1, &args, NULL);
+        j->status = zc_engine_step(engine, &group, 1, &args);
     if (j->status == ZC_OK)
         j->status = zc_engine_fetch(engine, 2, whole);
     if (j->status == ZC_OK)

@@ -316,8 +316,8 @@ static zc_status step(const shard *s, zc_stream *stream, double lr, size_t group
     ZC_TRY(ops->fold_flags(device, stream, s->stats, s->flags));
     ZC_TRY(step_scalars(s, stream, lr, groups));
     device_update_args update = {
-        .rule = OPTIM_ADAMW, .param_dtype = ZC_FLOAT32, .spans = s->spans, .span_count = SEGMENTS, .extent = ELEMS,
-        .scalars = s->scalars, .segments = SEGMENTS, .param = s->param, .m = s->m, .v = s->v, .grad = s->sum,
+        .rule = OPTIM_ADAMW, .param_dtype = ZC_FLOAT32, .scalars = s->scalars, .segments = SEGMENTS, .m = s->m, .v = s->v,
+        .shard_count = 1, .shards = {{s->spans, SEGMENTS, ELEMS, 0, s->param, s->sum}},
     };
     return ops->update(device, stream, &update);
 }

@@ -532,9 +532,12 @@ static size_t random_spans(device_span *spans, size_t most, size_t extent, uint6
     return count;
 }
 
-/* Array `misaligned` begins at an odd element; ARRAYS: none does. */
-static void check_update(optim_rule rule, zc_dtype dtype, size_t extent, int misaligned, kind k, array *arrays,
-                         uint64_t *state)
+/*
+ * Array `misaligned` begins at an odd element; ARRAYS: none does.  Elements are shared out to `shards` shards, which lie
+ * in one order in the arrays of the state and in the other one in parameters and gradients.
+ */
+static void check_update(optim_rule rule, zc_dtype dtype, size_t extent, size_t shards, int misaligned, kind k,
+                         array *arrays, uint64_t *state)
 {
     static optim_segment_scalars scalars[SEGMENTS];
     static device_span spans[2000];
@@ -555,17 +558,29 @@ static void check_update(optim_rule rule, zc_dtype dtype, size_t extent, int mis
             scalars[i].flags |= OPTIM_FIRST;
     }
     int adam = rule != OPTIM_SGD;
-    device_update_args args = {.rule = rule, .param_dtype = dtype, .spans = spans, .extent = extent,
-                               .span_count = random_spans(spans, sizeof spans / sizeof *spans, extent, state),
-                               .scalars = scalars, .segments = SEGMENTS, .param = on_host(&arrays[PARAM]), .grad = on_host(&arrays[GRAD]),
+    device_update_args args = {.rule = rule, .param_dtype = dtype, .scalars = scalars, .segments = SEGMENTS,
                                .master = dtype >= ZC_BFLOAT16 ? on_host(&arrays[MASTER]) : NULL,
                                .m = on_host(&arrays[M]), .v = adam ? on_host(&arrays[V]) : NULL,
-                               .vmax = adam ? on_host(&arrays[VMAX]) : NULL};
+                               .vmax = adam ? on_host(&arrays[VMAX]) : NULL, .shard_count = shards};
     device_update_args on_gpu = args;
-    on_gpu.spans = upload(spans, args.span_count * sizeof *spans);
+    size_t used = 0, step = extent / 64 / shards * 64;
+    device_span *device_spans = upload(spans, sizeof spans);
+    for (size_t s = 0; s < shards; s++) {
+        size_t begin = s * step, end = s + 1 < shards ? begin + step : extent, mirrored = extent - end;
+        /* every eighth has no spans, and there is not room for all */
+        size_t most = s % 8 == 7 ? 0 : sizeof spans / sizeof *spans - used;
+        size_t count = random_spans(spans + used, most, end - begin, state);
+        args.shards[s] = (device_shard){spans + used, count, end - begin, begin,
+                                        (char *)on_host(&arrays[PARAM]) + mirrored * zc_dtype_bytes(dtype),
+                                        (char *)on_host(&arrays[GRAD]) + mirrored * zc_dtype_bytes(sum)};
+        on_gpu.shards[s] = args.shards[s];
+        on_gpu.shards[s].spans = device_spans + used;
+        on_gpu.shards[s].param = (char *)on_device(&arrays[PARAM]) + mirrored * zc_dtype_bytes(dtype);
+        on_gpu.shards[s].grad = (char *)on_device(&arrays[GRAD]) + mirrored * zc_dtype_bytes(sum);
+        used += count;
+    }
+    emu_poke(device_spans, spans, sizeof spans);
     on_gpu.scalars = upload(scalars, sizeof scalars);
-    on_gpu.param = on_device(&arrays[PARAM]);
-    on_gpu.grad = on_device(&arrays[GRAD]);
     on_gpu.master = args.master ? on_device(&arrays[MASTER]) : NULL;
     on_gpu.m = on_device(&arrays[M]);
     on_gpu.v = adam ? on_device(&arrays[V]) : NULL;
@@ -574,12 +589,13 @@ static void check_update(optim_rule rule, zc_dtype dtype, size_t extent, int mis
     CHECK_OK(DEVICE_CALL(cpu, update, NULL, &args));
     for (int a = 0; a < ARRAYS; a++)
         same(optim_name(rule), &arrays[a]);
-    give_back(on_gpu.spans);
+    give_back(device_spans);
     give_back(on_gpu.scalars);
 }
 
 static void updates(void)
 {
+    static const size_t shards[] = {2, DEVICE_MAX_SHARDS - 1, DEVICE_MAX_SHARDS};
     array arrays[ARRAYS];
     uint64_t state = 7;
     for (int a = 0; a < ARRAYS; a++)
@@ -588,8 +604,12 @@ static void updates(void)
         for (zc_dtype dtype = ZC_FLOAT32; dtype <= ZC_FLOAT16; dtype++) {
             for (size_t s = 0; s < SIZES; s++)
                 for (int variant = 0; variant < 2 * (ARRAYS + 1); variant++)
-                    check_update(rule, dtype, sizes[s], variant / 2, variant % 2 ? ORDINARY : SPECIAL, arrays, &state);
-            check_update(rule, dtype, MOST, ARRAYS, SPECIAL, arrays, &state);
+                    check_update(rule, dtype, sizes[s], 1, variant / 2, variant % 2 ? ORDINARY : SPECIAL, arrays, &state);
+            check_update(rule, dtype, MOST, 1, ARRAYS, SPECIAL, arrays, &state);
+            for (size_t s = 0; s < sizeof shards / sizeof *shards; s++)
+                for (size_t rest = 0; rest < 2; rest++) /* with a rest all parameters but the last shard's are askew */
+                    check_update(rule, dtype, shards[s] * 128 + rest, shards[s], ARRAYS, SPECIAL, arrays, &state);
+            check_update(rule, dtype, 100, 3, ARRAYS, ORDINARY, arrays, &state); /* two that are empty */
         }
     for (int a = 0; a < ARRAYS; a++)
         drop_array(&arrays[a]);
@@ -597,7 +617,7 @@ static void updates(void)
 
 /* ---- declared accesses ------------------------------------------------------------------------ */
 
-enum { SLOT_BYTES = 4096, SLOTS = 9 };
+enum { SLOT_BYTES = 4096, SLOTS = 11, MOST_TOUCHED = 16 };
 
 /* An array that a call touches: where it is in the arena, and how much of it. */
 typedef struct touched {
@@ -644,14 +664,19 @@ static int call_kernel(int which, unsigned char *arena, touched *arrays)
         TOUCHED(3, 5 * sizeof(optim_segment_scalars)), TOUCHED(4, sizeof(device_step));
         TOUCHED(5, sizeof(optim_options) + offsetof(optim_options, maximize) + sizeof(int));
     } else {
-        device_update_args args = {.rule = OPTIM_ADAM, .param_dtype = ZC_BFLOAT16, .spans = SLOT(0), .span_count = 3,
-                                   .extent = 99, .scalars = SLOT(1), .segments = 2, .param = SLOT(2),
-                                   .master = SLOT(3), .grad = SLOT(4), .m = SLOT(5), .v = SLOT(6), .vmax = SLOT(7)};
+        device_update_args args = {.rule = OPTIM_ADAM, .param_dtype = ZC_BFLOAT16, .scalars = SLOT(1), .segments = 2,
+                                   .master = SLOT(3), .m = SLOT(5), .v = SLOT(6), .vmax = SLOT(7), .shard_count = 2,
+                                   .shards = {{SLOT(0), 3, 99, 0, SLOT(2), SLOT(4)},
+                                              {SLOT(8), 1, 50, 128, SLOT(9), SLOT(10)}}};
         error = cuda_update(stream, &args);
         TOUCHED(0, 3 * sizeof(device_span)), TOUCHED(1, 2 * sizeof(optim_segment_scalars));
         TOUCHED(2, 198), TOUCHED(3, 198);
         for (size_t k = 4; k < 8; k++)
             TOUCHED(k, 396);
+        TOUCHED(8, sizeof(device_span)), TOUCHED(9, 100), TOUCHED(10, 200);
+        arrays[count++] = (touched){3 * (size_t)SLOT_BYTES + 256, 100};
+        for (size_t k = 5; k < 8; k++)
+            arrays[count++] = (touched){k * (size_t)SLOT_BYTES + 512, 200};
     }
     CHECK_EQ(error, cudaSuccess);
     return count;
@@ -662,7 +687,7 @@ static int call_kernel(int which, unsigned char *arena, touched *arrays)
 /* Whether a write of one byte that is not ordered with the call is reported, by a fresh machine. */
 static int write_is_reported(int which, size_t at)
 {
-    touched arrays[SLOTS];
+    touched arrays[MOST_TOUCHED];
     unsigned char *arena;
     cudaStream_t other;
     emu_reset(1, 0, 1);
@@ -677,7 +702,7 @@ static int write_is_reported(int which, size_t at)
 static void accesses_are_declared(void)
 {
     for (int which = 0; which < 9; which++) {
-        touched arrays[SLOTS];
+        touched arrays[MOST_TOUCHED];
         unsigned char *arena;
         emu_reset(1, 0, 1);
         CHECK_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
@@ -708,8 +733,8 @@ static void errors_are_returned(void)
     fill(&a, 0, 1000, ZC_FLOAT32, ORDINARY, &state);
     cuda_operands operands = {a.device, 0, 1, 1, NULL};
     int64_t shape = 10, stride = 2;
-    device_update_args update = {.rule = OPTIM_SGD, .spans = (device_span *)a.device, .span_count = 1, .extent = 100,
-                                 .scalars = (optim_segment_scalars *)a.device, .param = a.device, .grad = a.device};
+    device_update_args update = {.rule = OPTIM_SGD, .scalars = (optim_segment_scalars *)a.device, .shard_count = 1,
+                                 .shards = {{(device_span *)a.device, 1, 100, 0, a.device, a.device}}};
     for (int c = 0; c < 3; c++)
         for (int f = 0; f < 5; f++) {
             emu_fail_next(calls[c], 1, cudaErrorLaunchOutOfResources);
@@ -726,6 +751,8 @@ static void errors_are_returned(void)
         }
     CHECK_EQ(cuda_scale(stream, a.device, a.device, 10, ZC_BFLOAT16, 2), cudaErrorInvalidValue);
     CHECK_EQ(cuda_reduce(stream, a.device, &operands, 10, ZC_INT32, 0, NULL), cudaErrorInvalidValue);
+    update.shard_count = DEVICE_MAX_SHARDS + 1;
+    CHECK_EQ(cuda_update(stream, &update), cudaErrorInvalidValue);
     drop_array(&a);
 }
 

@@ -82,6 +82,9 @@ cudaError_t launch(const char *name, const char *file, int line, dim3 grid, dim3
                    std::initializer_list<access> accesses, void (*body)(const void *), const void *arguments,
                    size_t bytes);
 
+/* One more access of this thread's next launch. */
+void next_access(const access &part);
+
 template <class... P> struct call {
     void (*kernel)(P...);
     std::tuple<P...> arguments;
@@ -123,6 +126,9 @@ template <class T> T shuffle(unsigned mask, T value, int source, int first, int 
 #define CU_WRITES(p, bytes) emu::access{(p), (size_t)(bytes), true, true},
 #define CU_MAY_READ(p, bytes) emu::access{(p), (size_t)(bytes), false, false},
 #define CU_MAY_WRITE(p, bytes) emu::access{(p), (size_t)(bytes), true, false},
+#define CU_NEXT_READS(p, bytes) emu::next_access({(p), (size_t)(bytes), false, true})
+#define CU_NEXT_MAY_READ(p, bytes) emu::next_access({(p), (size_t)(bytes), false, false})
+#define CU_NEXT_MAY_WRITE(p, bytes) emu::next_access({(p), (size_t)(bytes), true, false})
 #define CU_LAUNCH(kernel, grid, block, stream, accesses, ...)                                      \
     emu::launch(#kernel, __FILE__, __LINE__, (kernel), dim3(grid), dim3(block), (stream),          \
                 std::initializer_list<emu::access>{accesses}, __VA_ARGS__)

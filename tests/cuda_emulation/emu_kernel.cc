@@ -344,11 +344,21 @@ void exchange(unsigned mask, uint64_t value, uint64_t lanes[32])
         lanes[k] = present >> k & 1 ? at->values[round & 1][k] : ~(uint64_t)0;
 }
 
+static thread_local std::vector<access> announced;
+
+void next_access(const access &part)
+{
+    announced.push_back(part);
+}
+
 cudaError_t launch(const char *name, const char *file, int line, dim3 grid, dim3 threads, cudaStream_t handle,
                    std::initializer_list<access> accesses, void (*body)(const void *), const void *arguments,
                    size_t bytes)
 {
     emu_at(file, line);
+    std::vector<access> all = std::move(announced);
+    announced.clear();
+    all.insert(all.end(), accesses);
     EMU_ENTER("cudaLaunchKernel");
     stream_ref on = find_stream(handle, name);
     std::string what = take_place(name);
@@ -366,7 +376,7 @@ cudaError_t launch(const char *name, const char *file, int line, dim3 grid, dim3
         return failed(cudaErrorInvalidConfiguration);
     }
     operation made = begin(on, site_number(what));
-    for (const access &part : accesses)
+    for (const access &part : all)
         if (!declare(on->clock, on->component, on->device, part.memory, part.bytes, part.write, made.site))
             return failed(cudaErrorIllegalAddress);
     auto copy = std::make_shared<std::vector<max_align_t>>(bytes / sizeof(max_align_t) + 1);

@@ -2,16 +2,17 @@
 
 import contextlib
 import os
-import types
 import warnings
+import weakref
 
 import numpy
 import torch
 
 import zero_c
 from zero_c import _core, _gpu, _options, _saving, _weights_file
+from zero_c._last_step import LastStep
 
-from . import _agree, _arguments, _checkpoint, _join, _meta, _place, _stage3, _state, _units
+from . import _agree, _arguments, _checkpoint, _join, _meta, _overlap, _place, _stage3, _state, _units
 from ._scale import LossScale, is_positive
 
 
@@ -30,12 +31,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     bucket_mb   size of a reduction window; by default 1/128 of the gradient, between 0.25 and 1; on GPUs 1/8, between 1 and 25
     units       stage 3: modules, or classes of modules, whose parameters are gathered together around their forward
                 and their backward; by default the children of the longest ModuleList or Sequential. What is in no unit
-                belongs to the root, which stays gathered until the step
+                belongs to the root, which stays gathered until the step. With overlap_gather: whose are waited for together
     prefetch    stage 3: how many units to gather ahead of their use; each takes memory for one more unit
     weights     stage 3: path, or paths, of safetensors files with values for the module's parameters and buffers
     init        stage 3, of a module on the meta device: a function that initialises the parameters and buffers of one
                 module (not of its children), called for each; by default their reset_parameters()
     shared_params   parameters live once per host
+    overlap_gather  stages 1 and 2, of a module: step() returns before parameters are back from the other ranks; modules
+                wait for their own when they are called. Who reads weights otherwise, or writes them, calls wait() before
     deterministic   on GPUs: gradients are summed in rank order; by default while all ranks are on one host
     comm        a Communicator; by default that of zero_c.init()
 
@@ -51,7 +54,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params, *, module=None, optimizer="adamw", stage=2, max_grad_norm=None, loss_scale=None,
                  skip_nonfinite=None, reduce_op="mean", bucket_mb=None, units=None, prefetch=1, weights=None, init=None,
-                 shared_params=False, deterministic=None, comm=None, **options):
+                 shared_params=False, overlap_gather=False, deterministic=None, comm=None, **options):
         self._built = False
         self._comm = comm if comm is not None else zero_c.init()
         if not isinstance(self._comm, zero_c.Communicator):
@@ -59,7 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def prepare():
             check_settings(stage, max_grad_norm, skip_nonfinite, reduce_op, bucket_mb)
-            check_without_effect(stage, units, prefetch, weights, init)
+            check_without_effect(stage, units, prefetch, weights, init, overlap_gather)
             defaults = _options.resolve(optimizer, options)
             whole = params if isinstance(params, torch.nn.Module) else module
             if module is not None and whole is params:
@@ -71,20 +74,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             names = self._check(groups, defaults, optimizer, whole, meta=stage == 3)
             device = self._find_device(groups, names, whole, shared_params, deterministic)
             layout = plan_units(whole, units, groups, names, shared_params) if stage == 3 else None
+            _overlap.check(overlap_gather, stage, whole, groups, names)
+            called = _units.choose(whole, units) if overlap_gather else None
             if init is not None and not _meta.is_on_meta(whole):
                 raise ValueError("init= initialises what is on the meta device, and nothing of this module is; leave it out")
             files = _meta.open_files(weights, whole) if weights is not None and self._comm.rank == 0 else None
             settings = {"stage": stage, "optimizer": optimizer, "max_grad_norm": max_grad_norm,
                         "loss_scale": loss_scale, "skip_nonfinite": skip_nonfinite, "reduce_op": reduce_op,
-                        "bucket_mb": bucket_mb, "shared_params": bool(shared_params), "prefetch": prefetch}
+                        "bucket_mb": bucket_mb, "shared_params": bool(shared_params), "prefetch": prefetch,
+                        "overlap_gather": overlap_gather}
             lines = _agree.describe([{**defaults, **group} for group in groups], names, settings)
             if whole is not None:
                 lines += [_agree.describe_tensor(f"buffer '{name}'", buffer) for name, buffer in whole.named_buffers()]
             if layout is not None:
                 lines += [f"{unit!r}: " + ", ".join(name for name, _ in unit.members) for unit in layout]
-            return lines, (defaults, groups, names, whole, scale, layout, files, device)
+            return lines, (defaults, groups, names, whole, scale, layout, called, files, device)
 
-        defaults, groups, names, whole, self._scale, layout, files, device = _agree.checked(
+        defaults, groups, names, whole, self._scale, layout, called, files, device = _agree.checked(
             self._comm, "construction of ShardedOptimizer", prepare)
         if device.type == "cuda":
             self._comm = _gpu.communicator(self._comm, device.index, deterministic)
@@ -93,7 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             replaced = _meta.Replacement(whole)
             groups, names = replaced.follow(groups, names, layout)
         try:
-            self._set_up(groups, names, whole, layout, defaults, optimizer=optimizer, stage=stage,
+            self._set_up(groups, names, whole, layout, called, defaults, optimizer=optimizer, stage=stage,
                          reduce_op=reduce_op, max_grad_norm=max_grad_norm, skip_nonfinite=skip_nonfinite,
                          bucket_mb=bucket_mb, shared_params=shared_params, prefetch=prefetch,
                          filling={"replaced": replaced, "weights": weights, "files": files, "init": init})
@@ -102,7 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 replaced.undo()
             raise
 
-    def _set_up(self, groups, names, whole, layout, defaults, *, optimizer, stage, reduce_op, max_grad_norm,
+    def _set_up(self, groups, names, whole, layout, called, defaults, *, optimizer, stage, reduce_op, max_grad_norm,
                 skip_nonfinite, bucket_mb, shared_params, prefetch, filling):
         """After all checks, with all ranks."""
         self._optimizer, self._stage, self._mean = optimizer, stage, reduce_op == "mean"
@@ -110,8 +116,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._amp_scale = None      # inside a GradScaler's step: its scale
         self._unscaled_by = None    # after its unscale_
         self._clipped_norm = None   # after clip_grad_norm_: the norm it found
-        self.last_step = types.SimpleNamespace(norm=None, scale=self._scale.value, skipped=False, nonfinite=0, steps=0,
-                                               deterministic=self._comm.deterministic)
         super().__init__(groups, defaults)
         self._managed = []          # (name, parameter, its layout) by the engine's index
         self._index = {}            # id(parameter) -> index; the parameters are kept alive by _managed
@@ -124,14 +128,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._whole = whole
         self._saving = None         # a save in the background
         self._joining = None        # inside join()
+        self._waits = None          # overlap_gather: see _overlap.py
         config = {"stage": stage, "shared_params": bool(shared_params), "mean": self._mean}
         if bucket_mb is not None:
             config["bucket_bytes"] = max(1, int(bucket_mb * 2**20))
         if layout is None:
-            self._build(names, whole, config)
+            self._build(names, whole, config | {"overlap_gather": called is not None})
         else:
             slots = prefetch + 1 if self._ring_slots is None else self._ring_slots
             self._build_sharded(names, whole, layout, config | {"prefetch": prefetch, "unit_slots": slots}, filling)
+        if called is not None:
+            self._waits = _overlap.Waits(self._engine, whole, called)
+            self._waits.watch(self._index)
+            weakref.finalize(self, self._waits.close)
+        self.last_step = LastStep(self._engine, self._scale.value, self._comm.deterministic)
         self._built = True
 
     # ---- construction --------------------------------------------------------
@@ -268,6 +278,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group = _arguments.read_group(param_group)
             number = len(self.param_groups)
             names = self._check([group], self.defaults, self._optimizer, None, number)
+            if self._waits is not None:
+                _overlap.check_members(self._waits.module, [group], names)
             for tensor in group["params"]:
                 if any(tensor is other for old in self.param_groups for other in old["params"]):
                     raise ValueError(f"parameter '{names[id(tensor)]}' is in a group of this optimizer already")
@@ -291,6 +303,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._engine.add_params(self._engine_params(entries), self._core_groups())
         if entries:
             self._take(entries, first)
+        if self._waits is not None:
+            self._waits.watch(self._index)
 
     # ---- gradients -----------------------------------------------------------
 
@@ -414,24 +428,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scale = self._loss_scale()
         if self._windows is not None:
             self._windows.before_step()
-        norm, skipped, nonfinite = self._engine.step(
-            self._core_groups(), loss_scale=scale, max_norm=self._max_grad_norm or 0.0, want_norm=False,
-            skip_nonfinite=bool(skip))
+        self._engine.step(self._core_groups(), loss_scale=scale, max_norm=self._max_grad_norm or 0.0,
+                          skip_nonfinite=bool(skip))
         self._hooks.consume()
+        if self._waits is not None:
+            self._waits.steps += 1
         last = self.last_step
-        last.norm = norm if self._max_grad_norm else self._clipped_norm
-        last.scale, last.skipped, last.nonfinite = scale, bool(skipped), int(nonfinite)
-        last.steps += not skipped
+        last.follow(scale, bool(skip), bool(self._max_grad_norm), self._clipped_norm)
         self._unscaled_by = self._clipped_norm = None
         self._follow_options()
-        if skipped and not amp and not self._scale.dynamic:
+        if last.skipped and not amp and not self._scale.dynamic:
             warnings.warn(f"rank {self._comm.rank}: a step was skipped, because the gradient is infinite or NaN on "
-                          f"{nonfinite} ranks", RuntimeWarning, stacklevel=2)
-        if not amp and self._scale.after_step(skipped):
+                          f"{last.nonfinite} ranks", RuntimeWarning, stacklevel=2)
+        if not amp and self._scale.after_step(last.skipped):
             raise zero_c.Error(f"{self._scale.floored} steps in a row were skipped at the lowest loss scale, "
                                f"{self._scale.FLOOR:g}: the gradients are infinite or NaN whatever the scale; the "
                                f"model diverged or its data are bad")
         return loss
+
+    def wait(self):
+        """With overlap_gather: all parameters are up to date, and may be read and written by anybody, until the next step.
+
+        All ranks must call it, or come to a forward or another call of the optimizer. Without overlap_gather nothing is
+        ever under way.
+        """
+        if self._waits is not None:
+            self._waits.all()
 
     def _settle(self):
         """Before all that is collective: parameters are in place, nothing is left in .grad."""
@@ -533,6 +555,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._windows is not None:
             return self._fetch(p)
         self._find(p)
+        self.wait()
         return p.detach().clone()
 
     def _fetch(self, p):
@@ -552,6 +575,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params = params or [tensor for _, tensor, _ in self._managed]
         for p in params:
             self._find(p)
+        self.wait()
         before = [p._version for p in params]
         yield [p.detach() for p in params]
         if write:
@@ -735,11 +759,12 @@ def plan_units(module, units, groups, names, shared_params):
     return layout
 
 
-def check_without_effect(stage, units, prefetch, weights, init):
+def check_without_effect(stage, units, prefetch, weights, init, overlap_gather):
     """Options that would do nothing here are refused."""
+    if units is not None and stage != 3 and overlap_gather is not True:
+        raise ValueError(f"units={units!r} has an effect at stage 3, and with overlap_gather=True, only; leave it out")
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         raise ValueError(f"prefetch is {prefetch!r}; legal: 0 or a larger whole number")
-    for name, value, plain in (("units", units, None), ("prefetch", prefetch, 1), ("weights", weights, None),
-                               ("init", init, None)):
+    for name, value, plain in (("prefetch", prefetch, 1), ("weights", weights, None), ("init", init, None)):
         if value is not plain and value != plain and stage != 3:
             raise ValueError(f"{name}={value!r} has an effect at stage 3 only; leave it out")

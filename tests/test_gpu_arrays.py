@@ -12,6 +12,7 @@ import zero_c
 from ranks import RankGroup
 from scenarios import DTYPES, OPTIMIZERS, difference, digest, reference_run, scenario
 from test_equivalence import STEPS
+from test_hosts import on_hosts
 from zero_c import _gpu
 
 pytestmark = cuda_build.needs_headers
@@ -60,6 +61,12 @@ def test_nonfinite_gradients_skip_everywhere(groups, n):
              {"rounds": [{}], "loss_scale": 4.0}]
     check(groups(n), [scenario(seed=40, dtypes=DTYPES, steps=steps, stage=stage, skip_nonfinite=True)
                       for stage in (0, 1, 2)])
+
+
+def test_two_hosts_have_the_bits_of_one(groups):
+    """Three ranks, connected by TCP as between hosts; the order of sums has to be asked for there."""
+    with RankGroup(3, env=on_hosts("aab"), leaks=False) as group:
+        check(group, [scenario(seed=2, dtypes=DTYPES, steps=STEPS, stage=stage, deterministic=True) for stage in (0, 1, 2)])
 
 
 # ---- what is missing is said -----------------------------------------------------

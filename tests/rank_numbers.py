@@ -68,7 +68,7 @@ def sharded(scenario, comm, place=None):
     groups = [{**options, "params": [array for array, param in zip(arrays, scenario["params"], strict=True)
                                      if param["group"] == number]}
               for number, options in enumerate(scenario["groups"])]
-    how = {name: scenario[name] for name in ("stage", "bucket_mb", "shared_params", "reduce_op", "skip_nonfinite")
+    how = {name: scenario[name] for name in ("stage", "bucket_mb", "shared_params", "reduce_op", "skip_nonfinite", "deterministic")
            if name in scenario}
     return zero_c.ShardedOptimizer(groups, scenario["optimizer"], comm=comm, **how), arrays
 

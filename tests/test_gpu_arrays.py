@@ -12,6 +12,7 @@ import zero_c
 from ranks import RankGroup
 from scenarios import DTYPES, OPTIMIZERS, difference, digest, plain_steps, reference_run, scenario
 from test_equivalence import STEPS
+from test_hosts import on_hosts
 from zero_c import _gpu
 
 pytestmark = cuda_build.needs_headers
@@ -71,6 +72,12 @@ def test_sharded_parameters(groups, n, share):
         for found in groups(n).run(rank_numbers.sharded_parameters, run, schedule, share, deadline=60):
             for array, right in zip(found, expected, strict=True):
                 assert array.tobytes() == right.tobytes()
+
+
+def test_two_hosts_have_the_bits_of_one(groups):
+    """Three ranks, connected by TCP as between hosts; the order of sums has to be asked for there."""
+    with RankGroup(3, env=on_hosts("aab"), leaks=False) as group:
+        check(group, [scenario(seed=2, dtypes=DTYPES, steps=STEPS, stage=stage, deterministic=True) for stage in (0, 1, 2)])
 
 
 # ---- what is missing is said -----------------------------------------------------

@@ -14,6 +14,7 @@ import ipaddress
 import os
 import selectors
 import socket
+import struct
 import time
 
 from zero_c import _handshake
@@ -304,6 +305,7 @@ def _call(job):
     sock = socket.create_connection((job.address.host, job.address.port), min(HELLO_S, max(0.01, job.left_s())))
     try:
         if sock.getsockname() == sock.getpeername():  # TCP connects a port that nobody listens at with itself
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves rank 0 the port
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         nonce = _handshake.new_nonce()
         text, _ = _receive(sock, _handshake.HELLO_BYTES, min(time.monotonic() + HELLO_S, job.give_up))

@@ -634,7 +634,7 @@ static void mismatch_exchange_body(rank_state *s)
     CHECK_EQ(comm_exchange(channel, 2, s->rank ? "step" : "backward", record, records, s->rank ? 24 : 32),
              ZC_EMISMATCH);
     CHECK(text_has("'backward' (32 bytes)") && text_has("'step' (24 bytes)") && text_has("rank 0") &&
-          text_has("rank 1") && text_has("tag 2 of channel 'engine'"));
+          text_has("tag 2 of channel 'engine'")); /* the other side is rank 1 or 2, whoever came first */
     after_failure(s, ZC_EMISMATCH);
     comm_channel_close(channel);
 }

@@ -35,7 +35,7 @@ static zc_status own_bucket(const zc_engine *engine, size_t index, partition_ran
 
 zc_status zc_engine_next_part(const zc_engine *engine, size_t index, size_t from, size_t *begin, size_t *end)
 {
-    partition_range rest;
+    partition_range rest = {0, 0};
     *begin = *end = 0;
     ZC_TRY(locate(engine, index, from, index < engine->param_count ? engine->params[index].elems : from, &rest));
     const engine_param *param = &engine->params[index];

@@ -159,7 +159,12 @@ def load(engine, comm, folder, everywhere, groups, optimizer, like, list_entries
         manifest = loading.read()
 
         def check():
-            for group, options in zip(groups, options_of(manifest, optimizer, groups, like, loading.path), strict=True):
+            try:
+                loaded = options_of(manifest, optimizer, groups, like, loading.path)
+            except CheckpointError:
+                compare_names(manifest["tensors"], list_entries(), loading.path)  # a missing name says more than a count
+                raise
+            for group, options in zip(groups, loaded, strict=True):
                 group.update(options)
             loading.check(manifest, list_entries())
 
@@ -243,13 +248,23 @@ def read_table(file, name, parts):
     return numpy.frombuffer(data, _blocks.LINE)
 
 
+def compare_names(saved, entries, path):
+    """CheckpointError names the first tensor that only one side has."""
+    names = {tensor["name"]: None for tensor in saved}  # in their order
+    for entry in entries:
+        if entry.name not in names:
+            raise CheckpointError(f"{path}: {entry.kind} '{entry.name}' is not in the checkpoint; it is one of another model")
+        del names[entry.name]
+    if names:
+        raise CheckpointError(f"{path}: the checkpoint has '{next(iter(names))}', which the model here has not")
+
+
 def compare(saved, entries, path):
     """CheckpointError names the first tensor that is saved otherwise than it is here."""
+    compare_names(saved, entries, path)
     by_name = {tensor["name"]: tensor for tensor in saved}
     for entry in entries:
-        tensor = by_name.pop(entry.name, None)
-        if tensor is None:
-            raise CheckpointError(f"{path}: {entry.kind} '{entry.name}' is not in the checkpoint; it is one of another model")
+        tensor = by_name[entry.name]
         for key, here in (("kind", entry.kind), ("dtype", entry.dtype), ("shape", list(entry.shape)), ("group", entry.group)):
             if tensor[key] != here:
                 raise CheckpointError(f"{path}: '{entry.name}' has {key} {tensor[key]} in the checkpoint and {here} here; build the "
@@ -257,5 +272,3 @@ def compare(saved, entries, path):
         if tensor["roles"] != list(entry.roles):
             raise CheckpointError(f"{path}: '{entry.name}' has {', '.join(tensor['roles']) or 'no state'} in the checkpoint, and "
                                   f"{', '.join(entry.roles) or 'none'} is needed here; use the same optimizer")
-    if by_name:
-        raise CheckpointError(f"{path}: the checkpoint has '{next(iter(by_name))}', which the model here has not")

@@ -20,6 +20,15 @@ static zc_status locate(const zc_engine *engine, size_t index, size_t begin, siz
     return ZC_OK;
 }
 
+static zc_status check_role(zc_role role)
+{
+    if ((unsigned)role > ZC_ROLE_WEIGHT)
+        return zc_fail(ZC_EINVAL, "role %d; legal are 0 to %d", (int)role, ZC_ROLE_WEIGHT);
+    if (role == ZC_ROLE_GRAD)
+        return zc_fail(ZC_EINVAL, "gradients have no parts; zc_engine_read gives them whole, a backward adds them");
+    return ZC_OK;
+}
+
 /* The bucket whose slice of this rank holds all of the range; ZC_EINVAL if there is none. */
 static zc_status own_bucket(const zc_engine *engine, size_t index, partition_range range, size_t *bucket)
 {
@@ -61,6 +70,7 @@ zc_status zc_engine_read_part(zc_engine *engine, size_t index, zc_role role, siz
     size_t bucket;
     ZC_TRY(engine_check_loaded(engine));
     ZC_TRY(locate(engine, index, begin, end, &range));
+    ZC_TRY(check_role(role));
     if (begin == end)
         return ZC_OK;
     ZC_TRY(own_bucket(engine, index, range, &bucket));
@@ -70,8 +80,6 @@ zc_status zc_engine_read_part(zc_engine *engine, size_t index, zc_role role, siz
         return engine->device->ops->download(engine->device, engine->stream, to,
                                              engine_param_at(engine, space, bucket, range.begin),
                                              (end - begin) * space->elem_bytes);
-    if (role == ZC_ROLE_GRAD)
-        return zc_fail(ZC_EINVAL, "gradients have no parts to read; zc_engine_read gives them whole");
     memset(to, 0, (end - begin) * space->sum_bytes);
     return engine_read_run(engine, space, bucket, range.begin, range.end, role, to);
 }
@@ -83,6 +91,7 @@ zc_status zc_engine_write_part(zc_engine *engine, size_t index, zc_role role, si
     size_t bucket;
     ZC_TRY(engine_check_loaded(engine));
     ZC_TRY(locate(engine, index, begin, end, &range));
+    ZC_TRY(check_role(role));
     if (begin == end)
         return ZC_OK;
     if (role != ZC_ROLE_WEIGHT)

@@ -25,7 +25,8 @@ LINE = numpy.dtype([("file", "<u4"), ("bytes", "<u4"), ("offset", "<u8"), ("sums
 
 # dtype -> its name in safetensors files, and bytes of an element.
 DTYPES = {"float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2), "int64": ("I64", 8),
-          "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1), "uint8": ("U8", 1), "bool": ("BOOL", 1)}
+          "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1), "uint64": ("U64", 8), "uint32": ("U32", 4),
+          "uint16": ("U16", 2), "uint8": ("U8", 1), "bool": ("BOOL", 1)}
 
 
 def bytes_of(shape, dtype):
@@ -39,6 +40,9 @@ def plan_file(tensors, notes):
     """
     header, starts, at = {"__metadata__": notes}, [], 0
     for name, dtype, shape in tensors:
+        if name in header:
+            raise CheckpointError(f"two tensors are named '{name}' in a file, or it is a name that the format keeps for itself; "
+                                  f"give each parameter and buffer a name of its own")
         end = at + bytes_of(shape, dtype)
         header[name] = {"dtype": DTYPES[dtype][0], "shape": list(shape), "data_offsets": [at, end]}
         starts.append(at)
@@ -148,8 +152,8 @@ class Blocks:
             wanted = numpy.concatenate([[first], ends]).astype(numpy.uint64)
             if (lines["bytes"] > BLOCK_BYTES).any() or not numpy.array_equal(wanted[:-1], lines["offset"]) or wanted[-1] != size:
                 raise CheckpointError(f"{table_name}: its blocks do not cover {name}; one of the two is damaged or of another save")
-            self._lines.append((lines, numpy.zeros(len(lines), bool)))
-        if len(table) != sum(len(lines) for lines, _ in self._lines):
+            self._lines.append((lines, numpy.ascontiguousarray(lines["offset"]), numpy.zeros(len(lines), bool)))
+        if len(table) != sum(len(lines) for lines, *_ in self._lines):
             raise CheckpointError(f"{table_name}: names files that this checkpoint has not; it is damaged")
 
     def check(self, number, first, end, tensor):
@@ -157,13 +161,13 @@ class Blocks:
         if first == end:
             return
         file, name = self._files[number][:2]
-        lines, checked = self._lines[number]
-        low = int(numpy.searchsorted(lines["offset"], first, "right")) - 1
-        high = int(numpy.searchsorted(lines["offset"], end, "left"))
+        lines, offsets, checked = self._lines[number]
+        low = int(numpy.searchsorted(offsets, numpy.uint64(first), "right")) - 1
+        high = int(numpy.searchsorted(offsets, numpy.uint64(end), "left"))
         for k in range(low, high):
             if checked[k]:
                 continue
-            offset, view = int(lines["offset"][k]), self._memory[:int(lines["bytes"][k])]
+            offset, view = int(offsets[k]), self._memory[:int(lines["bytes"][k])]
             read_into(file, offset, view, name)
             if checksum(view) != tuple(map(int, lines["sums"][k])):
                 raise CheckpointError(f"{name}: bytes {offset} to {offset + len(view)} are not what was written (tensor "

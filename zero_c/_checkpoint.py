@@ -34,6 +34,8 @@ all raise the same error or none does.
 """
 
 import json
+import math
+import re
 from dataclasses import dataclass, field
 
 import numpy
@@ -46,6 +48,8 @@ MANIFEST = "zero_c.json"
 FORMAT, VERSION_OF_FORMAT = "zero_c checkpoint", 1
 MANIFEST_MOST_BYTES = 1 << 30
 FILES = ("weights", "state")
+# Names in the folder, besides the manifest's, that are ours to write and remove.
+OURS = re.compile(r"(?:(?:weights|state|blocks)-[0-9a-f]{16}\.safetensors|done-[0-9a-f]{16}-\d+(?:\.new)?|zero_c\.json\.new)\Z")
 ROLES = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
@@ -106,7 +110,7 @@ def collective(comm, what, call):
     except Exception as error:
         kept = error
         kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-        text = f"{what}, rank {comm.rank}: {kind}{error}".encode()
+        text = f"{what}, rank {comm.rank}: {kind}{error}".encode(errors="replace")
     record = numpy.zeros(1024, numpy.uint8)
     text = text[:len(record)]
     record[:len(text)] = numpy.frombuffer(text, numpy.uint8)
@@ -181,7 +185,7 @@ def about(optimizer, groups, loss_scale, steps, stage, comm):
 
 def plain(value, what):
     """What JSON can hold."""
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+    if hasattr(value, "item") and math.prod(getattr(value, "shape", (0,))) == 1:
         value = value.item()
     if isinstance(value, (list, tuple)):
         return [plain(item, what) for item in value]
@@ -209,6 +213,9 @@ def options_of(manifest, optimizer, groups, like, path):
         if saved["parameters"] != len(group["params"]):
             raise CheckpointError(f"{path}: group {number} has {saved['parameters']} parameters in the checkpoint and "
                                   f"{len(group['params'])} here")
+        missing = _options.DEFAULTS[optimizer].keys() - saved["options"].keys()
+        if missing:
+            raise CheckpointError(f"{path}: group {number} has no '{min(missing)}'; zero_c does not write such a manifest")
         options = {key: like(value, group.get(key)) for key, value in saved["options"].items()}
         _options.to_core(optimizer, {**group, **options})
         loaded.append(options)

@@ -1,5 +1,6 @@
 """Loading: _checkpoint.py has the protocol."""
 
+import math
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from zero_c import _blocks
 from zero_c._checkpoint import (
     FILES,
     MANIFEST,
+    OURS,
     collective,
     from_rank_0,
     items_of,
@@ -44,7 +46,13 @@ class Loading:
 
         data = collective(self._comm, what, read if self._comm.rank == 0 else lambda: b"")
         data = from_rank_0(self._comm, data)
-        return collective(self._comm, what, lambda: unseal(data, self.path))
+
+        def understood():
+            manifest = unseal(data, self.path)
+            check_form(manifest, self.path)
+            return manifest
+
+        return collective(self._comm, what, understood)
 
     def check(self, manifest, entries):
         """Local: everything is there, fits `entries`, and what this rank needs is as it was written."""
@@ -55,6 +63,7 @@ class Loading:
         opened = []
         for number, kind in enumerate(FILES):
             opened.append(self._open(manifest["files"][kind]))
+            check_header(*opened[number], *manifest["files"][kind]["header"])
             self._place(self._items[number], *opened[number])
         first_bytes = [min([item.offset for item in items], default=size)
                        for items, (_, _, size) in zip(self._items, opened, strict=True)]
@@ -143,29 +152,83 @@ def load(engine, comm, folder, everywhere, groups, optimizer, like, list_entries
     options for the engine; like(value, old) -> a saved option in the type of the one that is there.
     """
     what = f"load from {folder}"
+    engine.sync("load")
     loading = Loading(engine, comm, folder, everywhere)
     old = [dict(group) for group in groups]
     try:
         manifest = loading.read()
 
         def check():
-            for group, options in zip(groups, options_of(manifest, optimizer, groups, like, loading.path), strict=True):
+            try:
+                loaded = options_of(manifest, optimizer, groups, like, loading.path)
+            except CheckpointError:
+                compare_names(manifest["tensors"], list_entries(), loading.path)  # a missing name says more than a count
+                raise
+            for group, options in zip(groups, loaded, strict=True):
                 group.update(options)
             loading.check(manifest, list_entries())
 
         try:
             collective(comm, what, check)
+            collective(comm, what, lambda: engine.prepare(core_groups()))
         except BaseException:
             for group, options in zip(groups, old, strict=True):
                 group.clear()
                 group.update(options)
             raise
-        engine.prepare(core_groups())
         collective(comm, f"{what}, which is half done (the model is undefined until another load)", loading.apply)
         engine.spread()
         return manifest
     finally:
         loading.close()
+
+
+def is_count(value):
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def are_sums(values, count):
+    """A list of this many 64-bit numbers, the first of which counts something."""
+    return (isinstance(values, list) and len(values) == count and is_count(values[0])
+            and all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 64 for value in values))
+
+
+def check_form(manifest, path):
+    """CheckpointError unless all that is read of a manifest is there and can be used: right sums do not make it zero_c's."""
+
+    def need(fits, what):
+        if not fits:
+            raise CheckpointError(f"{path}: {what}; zero_c does not write such a manifest")
+
+    def named(value, kind):
+        return isinstance(value, str) and OURS.match(value) and value.startswith(f"{kind}-")
+
+    for key, kind in (("files", dict), ("tensors", list), ("groups", list), ("loss_scale", dict), ("optimizer", str)):
+        need(isinstance(manifest.get(key), kind), f"'{key}' is missing or no {kind.__name__}")
+    for kind in (*FILES, "blocks"):
+        file = manifest["files"].get(kind)
+        need(isinstance(file, dict) and named(file.get("name"), kind) and is_count(file.get("bytes")),
+             f"the '{kind}' file has no name or size")
+        need(kind not in FILES or are_sums(file.get("header"), 3), f"the '{kind}' file has no header")
+    parts = manifest["files"]["blocks"].get("parts")
+    need(isinstance(parts, list) and all(are_sums(part, 3) for part in parts), "the blocks of the ranks are not told")
+    for number, tensor in enumerate(manifest["tensors"]):
+        need(isinstance(tensor, dict) and isinstance(tensor.get("name"), str) and isinstance(tensor.get("roles"), list)
+             and {"kind", "dtype", "shape", "group"} <= tensor.keys() and is_count(tensor.get("steps"))
+             and isinstance(tensor.get("has_momentum"), bool), f"tensor {number} is not described")
+    for number, group in enumerate(manifest["groups"]):
+        need(isinstance(group, dict) and isinstance(group.get("options"), dict) and is_count(group.get("parameters"))
+             and not {"params", "param_names"} & group["options"].keys(), f"group {number} is not described")
+    scale = manifest["loss_scale"]
+    need(isinstance(scale.get("value"), (int, float)) and 0 < scale["value"] < math.inf and is_count(scale.get("good"))
+         and is_count(scale.get("floored")), "the loss scale is not told")
+    need(is_count(manifest.get("steps")), "the number of steps is not told")
+
+
+def check_header(file, name, size, header_bytes, *sums):
+    fits = header_bytes <= min(size, 8 + _blocks.HEADER_MOST_BYTES)
+    if not fits or checksum(_blocks.read_exactly(file, 0, header_bytes, name)) != sums:
+        raise CheckpointError(f"{name}: its header is not what was written; the file is damaged")
 
 
 def read_table(file, name, parts):
@@ -185,13 +248,23 @@ def read_table(file, name, parts):
     return numpy.frombuffer(data, _blocks.LINE)
 
 
+def compare_names(saved, entries, path):
+    """CheckpointError names the first tensor that only one side has."""
+    names = {tensor["name"]: None for tensor in saved}  # in their order
+    for entry in entries:
+        if entry.name not in names:
+            raise CheckpointError(f"{path}: {entry.kind} '{entry.name}' is not in the checkpoint; it is one of another model")
+        del names[entry.name]
+    if names:
+        raise CheckpointError(f"{path}: the checkpoint has '{next(iter(names))}', which the model here has not")
+
+
 def compare(saved, entries, path):
     """CheckpointError names the first tensor that is saved otherwise than it is here."""
+    compare_names(saved, entries, path)
     by_name = {tensor["name"]: tensor for tensor in saved}
     for entry in entries:
-        tensor = by_name.pop(entry.name, None)
-        if tensor is None:
-            raise CheckpointError(f"{path}: {entry.kind} '{entry.name}' is not in the checkpoint; it is one of another model")
+        tensor = by_name[entry.name]
         for key, here in (("kind", entry.kind), ("dtype", entry.dtype), ("shape", list(entry.shape)), ("group", entry.group)):
             if tensor[key] != here:
                 raise CheckpointError(f"{path}: '{entry.name}' has {key} {tensor[key]} in the checkpoint and {here} here; build the "
@@ -199,5 +272,3 @@ def compare(saved, entries, path):
         if tensor["roles"] != list(entry.roles):
             raise CheckpointError(f"{path}: '{entry.name}' has {', '.join(tensor['roles']) or 'no state'} in the checkpoint, and "
                                   f"{', '.join(entry.roles) or 'none'} is needed here; use the same optimizer")
-    if by_name:
-        raise CheckpointError(f"{path}: the checkpoint has '{next(iter(by_name))}', which the model here has not")

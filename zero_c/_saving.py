@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import os
-import re
 import secrets
 import threading
 import time
@@ -16,6 +15,7 @@ from zero_c._checkpoint import (
     FILES,
     FORMAT,
     MANIFEST,
+    OURS,
     VERSION_OF_FORMAT,
     collective,
     from_rank_0,
@@ -28,7 +28,6 @@ from zero_c._checkpoint import (
 from zero_c._core import CheckpointError, checksum
 from zero_c._version import VERSION
 
-OURS = re.compile(r"(?:(?:weights|state|blocks)-[0-9a-f]{16}\.safetensors|done-[0-9a-f]{16}-\d+|zero_c\.json\.new)\Z")
 POLL_S = 0.05
 PATIENCE_S = 600.0  # rank 0's thread waits this long for the others' after its own part
 
@@ -100,13 +99,12 @@ class Saving:
         entries, self._about = describe_all()
         self._items = items_of(entries)
         self._tensors = [describe(entry, engine) for entry in entries]
-        self._lock, self._fds = None, []
+        self._lock, self._fds, self._published = None, [], False
         planned = [plan(items) for items in self._items]
         self._headers, self._sizes = ([part[k] for part in planned] for k in (0, 1))
 
     def begin(self):
         """Files at full size, open on every rank."""
-        self._engine.sync("save")
         name = collective(self._comm, f"save to {self._folder}", self._make if self._comm.rank == 0 else lambda: b"")
         self._save = from_rank_0(self._comm, name).decode()
         collective(self._comm, f"save to {self._folder}", self._open)
@@ -175,6 +173,8 @@ class Saving:
         """Rank 0, local: the new manifest takes the place of the old one."""
         files = {kind: {"name": self._path(kind).name, "bytes": size}
                  for kind, size in zip((*FILES, "blocks"), self._sizes, strict=True)}
+        for kind, header in zip(FILES, self._headers, strict=True):
+            files[kind]["header"] = [len(header), *checksum(header)]
         files["blocks"]["parts"] = self._parts.tolist()
         manifest = {"format": FORMAT, "version": VERSION_OF_FORMAT, "zero_c": VERSION, "files": files,
                     "tensors": self._tensors, **self._about}
@@ -183,26 +183,32 @@ class Saving:
             file.write(seal(manifest))
             file.flush()
             os.fsync(file.fileno())
+        os.fsync(self._lock)  # the manifest must not be on the disk before the names that it gives
         os.rename(fresh, self._folder / MANIFEST)
+        self._published = True
         os.fsync(self._lock)
-        self._clean(manifest)
+        with contextlib.suppress(OSError):  # the next save tries again
+            self._clean(manifest)
 
     def _clean(self, manifest):
         """Removes files of other saves than this manifest's."""
         kept = {entry["name"] for entry in manifest["files"].values()}
+        self._remove(lambda name: name not in kept)
+
+    def _remove(self, unwanted):
         for path in self._folder.iterdir():
-            if OURS.match(path.name) and path.name not in kept:
+            if OURS.match(path.name) and unwanted(path.name):
                 path.unlink(missing_ok=True)
 
     def close(self, failed=False):
-        """Local: lets go of everything; of a failed save nothing stays."""
+        """Local: lets go of everything; of a save that failed before the new manifest was in place nothing stays."""
         for file in self._fds:
             os.close(file)
-        if failed and self._lock is not None and hasattr(self, "_save"):
-            for kind in (*FILES, "blocks"):
-                with contextlib.suppress(OSError):
-                    self._path(kind).unlink(missing_ok=True)
+        if failed and not self._published and self._lock is not None and hasattr(self, "_save"):
+            with contextlib.suppress(OSError):
+                self._remove(lambda name: self._save in name or name == f"{MANIFEST}.new")
         if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor too
             os.close(self._lock)
         self._fds, self._lock = [], None
 
@@ -245,6 +251,7 @@ def reserve(file, size):
 def save(engine, comm, folder, describe_all):
     """Collective. All ranks return, or raise the same CheckpointError and the folder's checkpoint is the old one."""
     what = f"save to {folder}"
+    engine.sync("save")  # first of all: a rank may still be in a backward that another took no part in
     saving = collective(comm, what, lambda: Saving(engine, comm, folder, describe_all))
     done = False
     try:
@@ -262,8 +269,9 @@ class Background:
     """A save whose writing goes on in a thread; made by async_save()."""
 
     def __init__(self, engine, comm, folder, describe_all):
-        self._comm, self._folder, self._error = comm, folder, None
+        self._engine, self._comm, self._folder, self._error = engine, comm, folder, None
         what = f"save to {folder}"
+        engine.sync("save")
         saving = collective(comm, what, lambda: Saving(engine, comm, folder, describe_all))
         self._blocks, done = [], False
         try:
@@ -308,6 +316,7 @@ class Background:
     def wait(self):
         """Collective: until the checkpoint is on the disk. CheckpointError on all ranks if it could not be written."""
         self._thread.join()
+        self._engine.sync("wait_saved")
 
         def outcome():
             if self._error is not None:

@@ -8,6 +8,7 @@ from cases import (  # noqa: F401
     area_e_reduction,
     area_f_clipping,
     area_g_arithmetic,
+    area_i_checkpoints,
     area_j_agreement,
     area_s_stage3,
 )

@@ -3,7 +3,8 @@
 import secrets
 
 import pytest
-from ranks import run_ranks
+import rank_checkpoint
+from ranks import RankGroup, run_ranks
 
 from cases import faults
 
@@ -18,6 +19,26 @@ def test_uneven_batches_end_in_an_error():
     is_a(error, "CommError")
     assert "rank 1" in error["text"] or "missing: 1" in error["text"], error["text"]
     assert error["seconds"] < 5
+
+
+@pytest.mark.row(126)
+def test_a_save_that_was_killed_leaves_the_old_checkpoint(tmp_path):
+    (before, _), _ = run_ranks(2, rank_checkpoint.saved, str(tmp_path))
+    with RankGroup(2) as group:  # rank 0 dies within a write, long before the manifest
+        assert group.run(rank_checkpoint.save_with_trouble, str(tmp_path), 0, 8, True, check=False)[0].exit_code == -9
+    assert run_ranks(1, rank_checkpoint.digest_of, str(tmp_path)) == [rank_checkpoint.digest(before)]
+
+
+@pytest.mark.row(131)
+def test_a_save_on_one_rank_ends_in_an_error(tmp_path):
+    text, _ = run_ranks(2, rank_checkpoint.alone, str(tmp_path), "nothing", deadline=40)
+    assert text.startswith(("Timeout", "PeerLost")) and "save" in text and "1" in text, text
+
+
+@pytest.mark.row(145)
+def test_a_save_against_a_step_is_told(tmp_path):
+    for text in run_ranks(2, rank_checkpoint.alone, str(tmp_path), "step", deadline=40):
+        assert text.startswith("Mismatch") and "save" in text and "step" in text, text
 
 
 @pytest.mark.row(138)

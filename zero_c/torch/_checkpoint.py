@@ -2,12 +2,11 @@
 
 import torch
 
-from zero_c import _checkpoint, _loading
+from zero_c import _blocks, _checkpoint, _loading
 
 from . import _state
 
-NAMES = {getattr(torch, name): name for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8",
-                                                 "uint8", "bool")}
+NAMES = {getattr(torch, name): name for name in _blocks.DTYPES}
 
 
 def entries(opt):
@@ -22,6 +21,8 @@ def entries(opt):
             return
         seen.add(id(tensor))
         own = names_of.get(id(tensor), [name])
+        if tensor.dtype not in NAMES:
+            raise TypeError(f"{kind} '{own[0]}' is {tensor.dtype}; a checkpoint holds {', '.join(_blocks.DTYPES)}")
         entry = _checkpoint.Entry(own[0], kind, NAMES[tensor.dtype], tuple(tensor.shape), aliases=tuple(own[1:]),
                                   group=group_of.get(id(tensor)))
         if id(tensor) in numbered:
@@ -103,7 +104,6 @@ def like(value, old):
 
 def load(opt, folder):
     """Collective. Everything of `opt` and its module takes the values of the checkpoint, or nothing does."""
-    opt._engine.sync("load")
     opt._refresh_written()  # weights that were written before this must not displace masters later
     manifest = _loading.load(opt._engine, opt._comm, folder, opt._stage == 0, opt.param_groups, opt._optimizer, like,
                              lambda: entries(opt), opt._core_groups)

@@ -1,0 +1,323 @@
+"""Checkpoints without torch: what comes back, what is refused, and what is left of a save that was cut short.
+
+rank_checkpoint.py has what the ranks do; test_checkpoint_torch.py is about models.
+"""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+import numpy
+import pytest
+import rank_checkpoint
+from ranks import RankGroup, rank_groups
+
+RULES = {"adamw": {}, "amsgrad": {"rule": "adam", "amsgrad": True}, "momentum": {"rule": "sgd"},
+         "plain sgd": {"rule": "sgd", "momentum": 0.0, "dampening": 0.0}}
+FILES = 4  # of a checkpoint: the manifest, weights, state, table
+
+
+@pytest.fixture(scope="module")
+def groups():
+    yield from rank_groups()
+
+
+def same_bits(one, other):
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        theirs = other[key]
+        if isinstance(value, numpy.ndarray):
+            assert value.dtype == theirs.dtype and value.tobytes() == theirs.tobytes(), key
+        else:
+            assert value == theirs, key
+
+
+def close(one, other):
+    for key, value in one.items():
+        if isinstance(value, numpy.ndarray):
+            tolerance = 2e-3 if "half.weight" in key or "half.in_place" in key else 2e-5
+            numpy.testing.assert_allclose(other[key].astype("f8"), value.astype("f8"), rtol=tolerance, atol=tolerance, err_msg=key)
+        else:
+            assert value == other[key], key
+
+
+# ---- what comes back ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_everything_comes_back(groups, tmp_path, rule):
+    """The same bits, and ten steps later still, at every stage; every rank has the same."""
+    before, after = {}, {}
+    for stage in (0, 1, 2):
+        outcomes = groups(2).run(rank_checkpoint.saved, str(tmp_path / str(stage)), stage=stage, **RULES[rule])
+        same_bits(outcomes[0][0], outcomes[1][0])
+        before[stage], after[stage] = outcomes[0]
+    for source, stage in ((0, 2), (1, 0), (2, 1), (2, 2)):
+        for start, end in groups(2).run(rank_checkpoint.loaded, str(tmp_path / str(source)), stage=stage, **RULES[rule]):
+            same_bits(before[source], start)
+            same_bits(after[source], end)
+
+
+@pytest.mark.parametrize("ranks, others", [(1, 3), (3, 2), (2, 4), (4, 1)])
+def test_other_numbers_of_ranks(groups, tmp_path, ranks, others):
+    (before, after), *_ = groups(ranks).run(rank_checkpoint.saved, str(tmp_path), stage=ranks % 3)
+    for start, end in groups(others).run(rank_checkpoint.loaded, str(tmp_path), stage=others % 3):
+        same_bits(before, start)
+        close(after, end)
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2))
+def test_between_backward_and_step(groups, tmp_path, stage):
+    """Also when rank 1 alone has had a backward."""
+    for with_save, without in groups(2).run(rank_checkpoint.between_backward_and_step, str(tmp_path), stage):
+        assert with_save == without
+
+
+def test_group_values_survive(groups, tmp_path):
+    (found, are_tuples), _ = groups(2).run(rank_checkpoint.group_values, str(tmp_path))
+    assert found == {"initial_lr": 0.3, "tag": "ü", "flags": [True, None], "more": {"a": [1, 2.5]}, "big": 2**70,
+                     "lr": float(numpy.float32(0.1))}
+    assert are_tuples
+
+
+def test_the_format_is_as_documented(groups, tmp_path):
+    """safetensors reads the files; the sums are what the documentation says."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+    (before, _), _ = groups(2).run(rank_checkpoint.saved, str(tmp_path))
+    weights = safetensors.load_file(next(tmp_path.glob("weights-*")))
+    state = safetensors.load_file(next(tmp_path.glob("state-*")))
+    assert weights.keys() == {name for name, *_ in rank_checkpoint.SIZES}
+    for name, shape, _ in rank_checkpoint.SIZES:
+        assert weights[name].shape == shape and weights[name].tobytes() == before[f"{name}.weight"].tobytes()
+        assert state[f"exp_avg/{name}"].tobytes() == before[f"{name}.exp_avg"].tobytes()
+    assert state["master/half"].dtype == numpy.float32
+    assert rank_checkpoint.checked_blocks(tmp_path) == 0
+
+
+# ---- what each rank reads and holds -------------------------------------------------------
+
+
+def test_ranks_read_their_ranges_only(groups, tmp_path):
+    elems = 400_000
+    sizes = [["w", [elems], "f4"]]
+    groups(4).run("rank_checkpoint:saved", str(tmp_path), sizes=sizes, groups=1, steps=1, bucket_mb=0.25)
+    for total, largest in groups(4).run(rank_checkpoint.bytes_read, str(tmp_path), 2, sizes):
+        # weight and two moments, read to be checked and read to be taken; blocks at the edges are checked by both
+        assert total < 2.2 * 3 * 4 * elems / 4, total
+        assert largest <= 1 << 20
+
+
+def test_saving_holds_one_block(groups, tmp_path):
+    for peak in groups(2).run(rank_checkpoint.peak_while_saving, str(tmp_path), 2, 8 << 20):
+        assert peak < (1 << 20) + (1 << 20), peak
+
+
+# ---- cut short ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank, every", [(0, 6), (1, 6), pytest.param(0, 1, marks=pytest.mark.long), pytest.param(1, 1, marks=pytest.mark.long)])
+def test_a_save_may_be_killed_anywhere(groups, tmp_path, rank, every):
+    """At a system call of rank 0 or of rank 1: the folder has the old checkpoint or the new one, and the next save cleans up."""
+    folder = str(tmp_path / "here")
+    (start, _), _ = groups(2).run(rank_checkpoint.saved, folder)
+    old = rank_checkpoint.digest(start)
+    calls = groups(2).run(rank_checkpoint.save_with_trouble, str(tmp_path / "other"), rank, 0, False)[rank][0]
+    assert calls >= 6
+    seen = set()
+    for at in range(calls, 0, -every):
+        with RankGroup(2) as group:
+            outcomes = group.run(rank_checkpoint.save_with_trouble, folder, rank, at, True, check=False)
+        assert outcomes[rank].exit_code == -9
+        assert "PeerLost" in outcomes[1 - rank].error or outcomes[1 - rank].value is None or "PeerLost" in outcomes[1 - rank].value[1]
+        found = groups(1).run(rank_checkpoint.digest_of, folder)[0]
+        new = found != old
+        seen.add(new)
+        again, _ = groups(2).run(rank_checkpoint.save_with_trouble, folder, rank, 0, False)
+        assert again[1] == "" and (not new or again[3] == found)
+        assert groups(1).run(rank_checkpoint.digest_of, folder)[0] == again[3]
+        assert len(os.listdir(folder)) == FILES
+        groups(2).run(rank_checkpoint.saved, folder)
+    assert seen == ({False, True} if rank == 0 else {False})
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_every_call_of_a_save_may_fail(groups, tmp_path, rank):
+    for wrong, calls in groups(2).run(rank_checkpoint.every_error_of_a_save, str(tmp_path), rank):
+        assert not wrong, "\n".join(wrong)
+        assert calls >= (15 if rank == 0 else 8)
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_every_call_of_a_load_may_fail(groups, tmp_path, rank):
+    for wrong, calls in groups(2).run(rank_checkpoint.every_error_of_a_load, str(tmp_path), rank):
+        assert not wrong, "\n".join(wrong)
+        assert calls >= 10
+
+
+def test_save_returns_when_the_checkpoint_is_there(groups, tmp_path):
+    assert groups(2).run(rank_checkpoint.save_then_read, str(tmp_path)) == [True, True]
+
+
+# ---- damaged, foreign, other ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ("cut", "flip"))
+def test_damage_is_found(groups, tmp_path, kind):
+    for wrong, tried, found in groups(2).run(rank_checkpoint.damage, str(tmp_path), kind, 1):
+        assert not wrong, "\n".join(wrong[:5])
+        assert found >= 0.95 * tried, (found, tried)
+
+
+def test_manifests_may_say_anything(groups, tmp_path):
+    for wrong, errors in groups(2).run(rank_checkpoint.fuzz, str(tmp_path), 1, 400):
+        assert not wrong, "\n".join(wrong[:3])
+        assert errors > 250
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 8))
+def test_more_damage(groups, tmp_path, seed):
+    for wrong, *_ in groups(2).run(rank_checkpoint.damage, str(tmp_path / "flip"), "flip", seed, deadline=600):
+        assert not wrong, "\n".join(wrong[:5])
+    for wrong, *_ in groups(2).run(rank_checkpoint.fuzz, str(tmp_path / "fuzz"), seed, 4000, deadline=600):
+        assert not wrong, "\n".join(wrong[:3])
+
+
+def sealed(folder, change):
+    from zero_c import _checkpoint
+    path = Path(folder) / "zero_c.json"
+    manifest = _checkpoint.unseal(path.read_bytes(), path)
+    change(manifest)
+    path.write_bytes(_checkpoint.seal(manifest))
+
+
+@pytest.mark.parametrize("what", ("version", "format", "no json", "not ours", "no manifest", "no folder", "no weights", "no state",
+                                  "no blocks", "outside", "another save"))
+def test_what_is_no_checkpoint(groups, tmp_path, what):
+    folder = tmp_path / "here"
+    groups(2).run(rank_checkpoint.saved, str(folder))
+    files = {name: next(folder.glob(f"{name}-*")) for name in ("weights", "state", "blocks")}
+    words = {"version": "newer one", "format": "the manifest of a 'cake'", "no json": "damaged", "not ours": "no manifest of zero_c",
+             "no manifest": "no zero_c.json", "no folder": "no zero_c.json", "outside": "does not write", "another save": "bytes"}
+    if what == "version":
+        sealed(folder, lambda manifest: manifest.update(version=2))
+    elif what == "format":
+        sealed(folder, lambda manifest: manifest.update(format="cake"))
+    elif what == "no json":
+        (folder / "zero_c.json").write_text("not JSON")
+    elif what == "not ours":
+        (folder / "zero_c.json").write_text(json.dumps({"a": 1}))
+    elif what == "no manifest":
+        (folder / "zero_c.json").unlink()
+    elif what == "no folder":
+        folder = tmp_path / "elsewhere"
+    elif what == "outside":
+        files["weights"].rename(tmp_path / files["weights"].name)
+        sealed(folder, lambda manifest: manifest["files"]["weights"].update(name=f"../{files['weights'].name}"))
+    elif what == "another save":
+        other = tmp_path / "other"
+        groups(2).run(rank_checkpoint.saved, str(other), rule="sgd")
+        files["state"].write_bytes(next(other.glob("state-*")).read_bytes())
+    else:
+        files[what.removeprefix("no ")].unlink()
+    for text, unchanged in groups(2).run(rank_checkpoint.refused, str(folder)):
+        assert text.startswith("CheckpointError") and unchanged, text
+        assert words.get(what, files.get(what.removeprefix("no "), folder).name) in text, text
+
+
+OTHERS = {"shape": ({"sizes": [["w", [70, 12], "f4"], *map(list, rank_checkpoint.SIZES[1:])]}, "shape [70, 11]"),
+          "name": ({"sizes": [["v", [70, 11], "f4"], *map(list, rank_checkpoint.SIZES[1:])]}, "'v' is not in the checkpoint"),
+          "dtype": ({"sizes": [["w", [70, 11], "f8"], *map(list, rank_checkpoint.SIZES[1:])]}, "dtype float32"),
+          "fewer": ({"sizes": list(map(list, rank_checkpoint.SIZES[:-1]))}, "the checkpoint has 'late'"),
+          "optimizer": ({"rule": "sgd"}, "'adamw'"), "groups": ({"groups": 3}, "2 parameter groups")}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_other_models_are_refused(groups, tmp_path, what):
+    groups(2).run(rank_checkpoint.saved, str(tmp_path))
+    how, words = OTHERS[what]
+    for text, unchanged in groups(2).run(rank_checkpoint.refused, str(tmp_path), **how):
+        assert text.startswith("CheckpointError") and words in text and unchanged, text
+
+
+@pytest.mark.parametrize("rule, saved, here", [
+    ("sgd", {"momentum": 0.9, "dampening": 0.1}, {"momentum": 0.0, "dampening": 0.0}),
+    ("sgd", {"momentum": 0.0, "dampening": 0.0}, {"momentum": 0.9, "dampening": 0.1}),
+    ("adam", {"amsgrad": True}, {"amsgrad": False}), ("adam", {"amsgrad": False}, {"amsgrad": True})])
+def test_options_are_those_of_the_checkpoint(groups, tmp_path, rule, saved, here):
+    (before, after), _ = groups(2).run(rank_checkpoint.saved, str(tmp_path), rule=rule, **saved)
+    for start, end in groups(2).run(rank_checkpoint.loaded, str(tmp_path), rule=rule, **here):
+        same_bits(before, start)
+        same_bits(after, end)
+
+
+@pytest.mark.parametrize("kind", ("function", "array", "set", "keys"))
+def test_what_json_cannot_hold_is_refused_first(groups, tmp_path, kind):
+    for text, made in groups(2).run(rank_checkpoint.group_value, str(tmp_path / "here"), kind):
+        assert "'odd'" in text and "group 0" in text and not made
+
+
+# ---- ranks that disagree, places -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ("load", "step", "nothing"))
+def test_a_save_on_one_rank_only(tmp_path, what):
+    with RankGroup(2) as group:
+        first, second = group.run(rank_checkpoint.alone, str(tmp_path / "here"), what, deadline=30)
+    assert first.startswith("Mismatch" if what != "nothing" else ("Timeout", "PeerLost")), first
+    assert "save" in first and (what == "nothing" or what in first), first
+    assert what == "nothing" or ("save" in second and what in second), second
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize("limit", (100, 5000))
+def test_no_space(groups, tmp_path, limit):
+    folder = str(tmp_path / "here")
+    for text, left, again, unchanged in groups(2).run(rank_checkpoint.no_space, folder, limit):
+        assert text.startswith("CheckpointError") and folder in text, text
+        assert not left and not again and unchanged
+    assert len(os.listdir(folder)) == FILES
+
+
+def test_a_folder_that_only_rank_0_sees(groups, tmp_path):
+    for save, load, left in groups(2).run(rank_checkpoint.own_folders, str(tmp_path)):
+        assert save.startswith("CheckpointError") and "rank 1" in save, save
+        assert load.startswith("CheckpointError") and "rank 1" in load, load
+        assert len(left) == FILES
+
+
+def test_a_file_in_place_of_the_folder(groups, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for text in groups(2).run(rank_checkpoint.save_as, str(tmp_path / "file")):
+        assert text.startswith("CheckpointError") and str(tmp_path / "file") in text
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_two_saves_at_once(groups, tmp_path):
+    """The second is told, and the first is not disturbed."""
+    groups(2).run(rank_checkpoint.saved, str(tmp_path))
+    before = groups(1).run(rank_checkpoint.digest_of, str(tmp_path))
+    lock = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for text in groups(2).run(rank_checkpoint.save_as, str(tmp_path)):
+            assert "another save" in text
+    finally:
+        os.close(lock)
+    assert groups(1).run(rank_checkpoint.digest_of, str(tmp_path)) == before
+    assert groups(2).run(rank_checkpoint.save_as, str(tmp_path)) == ["", ""]
+
+
+def test_what_is_not_ours_stays(groups, tmp_path):
+    """Other files of the folder, and a manifest of a newer version."""
+    for name in ("weights.safetensors", "weights-mine.safetensors", "notes.txt"):
+        (tmp_path / name).write_text(name)
+    groups(2).run(rank_checkpoint.save_as, str(tmp_path))
+    groups(2).run(rank_checkpoint.save_as, str(tmp_path))
+    assert len(os.listdir(tmp_path)) == FILES + 3
+    sealed(tmp_path, lambda manifest: manifest.update(version=2))
+    newer = (tmp_path / "zero_c.json").read_bytes()
+    for text in groups(2).run(rank_checkpoint.save_as, str(tmp_path)):
+        assert "version 2" in text
+    assert (tmp_path / "zero_c.json").read_bytes() == newer and len(os.listdir(tmp_path)) == FILES + 3

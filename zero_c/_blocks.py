@@ -136,7 +136,7 @@ def write_exactly(file, offset, source):
 
 
 class Blocks:
-    """The blocks of a checkpoint's files, by their place; checks each that is needed once.
+    """The blocks of a checkpoint's files, by their place.
 
     files: (descriptor, name, first byte that must be in a block, size); table: lines in any order.
     """
@@ -152,24 +152,52 @@ class Blocks:
             wanted = numpy.concatenate([[first], ends]).astype(numpy.uint64)
             if (lines["bytes"] > BLOCK_BYTES).any() or not numpy.array_equal(wanted[:-1], lines["offset"]) or wanted[-1] != size:
                 raise CheckpointError(f"{table_name}: its blocks do not cover {name}; one of the two is damaged or of another save")
-            self._lines.append((lines, numpy.ascontiguousarray(lines["offset"]), numpy.zeros(len(lines), bool)))
-        if len(table) != sum(len(lines) for lines, *_ in self._lines):
+            self._lines.append(lines)
+        if len(table) != sum(map(len, self._lines)):
             raise CheckpointError(f"{table_name}: names files that this checkpoint has not; it is damaged")
 
-    def check(self, number, first, end, tensor):
-        """Reads the blocks that have some byte of [first, end) of a file; CheckpointError if one is not as it was written."""
-        if first == end:
+    def check(self, number, pieces):
+        """Reads the blocks that have some byte of the pieces of a file, (first, end, name of the tensor) in ascending order;
+        CheckpointError if one is not as it was written.
+        """
+        if not pieces:
             return
         file, name = self._files[number][:2]
-        lines, offsets, checked = self._lines[number]
-        low = int(numpy.searchsorted(offsets, numpy.uint64(first), "right")) - 1
-        high = int(numpy.searchsorted(offsets, numpy.uint64(end), "left"))
-        for k in range(low, high):
-            if checked[k]:
-                continue
-            offset, view = int(offsets[k]), self._memory[:int(lines["bytes"][k])]
+        lines = self._lines[number]
+        firsts, ends = (numpy.array([piece[k] for piece in pieces], numpy.uint64) for k in (0, 1))
+        change = numpy.zeros(len(lines) + 1, numpy.int64)
+        numpy.add.at(change, numpy.searchsorted(lines["offset"], firsts, "right") - 1, 1)
+        numpy.add.at(change, numpy.searchsorted(lines["offset"], ends, "left"), -1)
+        for k in numpy.flatnonzero(change.cumsum()[:-1]):
+            offset, view = int(lines["offset"][k]), self._memory[:int(lines["bytes"][k])]
             read_into(file, offset, view, name)
             if checksum(view) != tuple(map(int, lines["sums"][k])):
+                tensor = pieces[int(numpy.searchsorted(ends, offset, "right"))][2]
                 raise CheckpointError(f"{name}: bytes {offset} to {offset + len(view)} are not what was written (tensor "
                                       f"'{tensor}'); the file is damaged")
-            checked[k] = True
+
+
+class Reader:
+    """Pieces of a file, (first, end) in ascending order, each of which is asked for once, in that order; neighbours are
+    read together. The memory that is handed out is used again by the next call.
+    """
+
+    def __init__(self, file, name, pieces):
+        self._file, self._name = file, name
+        self._memory = memoryview(bytearray(BLOCK_BYTES))
+        self._first = self._end = 0  # of what is in memory
+        self._last = {}  # first byte of a run of neighbours -> its end
+        begin = end = None
+        for first, stop in pieces:
+            if first != end:
+                begin = first
+            end = self._last[begin] = stop
+        self._run_end = 0
+
+    def read(self, first, end):
+        """As many bytes from `first` on as there is memory for, at most up to `end`."""
+        self._run_end = self._last.get(first, self._run_end)
+        if not self._first <= first < self._end:
+            self._first, self._end = first, min(self._run_end, first + BLOCK_BYTES)
+            read_into(self._file, first, self._memory[:self._end - first], self._name)
+        return self._memory[first - self._first:min(end, self._end) - self._first]

@@ -70,10 +70,9 @@ class Loading:
         table_file, table_name, size = self._open(manifest["files"]["blocks"])
         blocks = _blocks.Blocks([(file, name, first, size) for (file, name, size), first in zip(opened, first_bytes, strict=True)],
                                 read_table(table_file, table_name, manifest["files"]["blocks"]["parts"]), table_name)
-        for items in self._items:
-            for item in items:
-                for begin, end in self._wanted(item):
-                    blocks.check(item.file, item.offset + begin * item.elem_bytes, item.offset + end * item.elem_bytes, item.name)
+        self._pieces = [[(item, begin, end) for item in items for begin, end in self._wanted(item)] for items in self._items]
+        for number, pieces in enumerate(self._pieces):
+            blocks.check(number, [(*bytes_of(*piece), piece[0].name) for piece in pieces])
 
     def _open(self, about):
         path = self._folder / about["name"]
@@ -104,33 +103,34 @@ class Loading:
 
     def apply(self):
         """Local, but for the weights coming together: everything takes its saved values."""
-        memory = memoryview(bytearray(_blocks.BLOCK_BYTES))
-        for items in self._items:
-            for item in items:
-                self._apply_item(item, memory)
+        for number, pieces in enumerate(self._pieces):
+            reader = _blocks.Reader(self._fds[number], FILES[number], [bytes_of(*piece) for piece in pieces])
+            for piece in pieces:
+                self._apply_piece(*piece, reader)
         for entry in self._entries:
             if entry.kind == "parameter":
                 saved = self._saved[entry.name]
                 self._engine.set_step_count(entry.index, saved["steps"], saved["has_momentum"])
 
-    def _apply_item(self, item, memory):
-        entry, file = item.entry, self._fds[item.file]
-        if entry.index is None or entry.strides is not None:
-            whole = numpy.empty(item.bytes, numpy.uint8)
-            _blocks.read_into(file, item.offset, memoryview(whole), item.name)
-            values = whole.view(numpy_dtype(item.dtype)).reshape(entry.shape)
-            if entry.index is None:
-                entry.store(values)
-            else:
-                self._write_whole(item, values)
-            return
-        for begin, end in self._wanted(item):
+    def _apply_piece(self, item, begin, end, reader):
+        entry, (first, last) = item.entry, bytes_of(item, begin, end)
+        if entry.index is not None and entry.strides is None:
             while begin < end:
-                stop = min(end, begin + len(memory) // item.elem_bytes)
-                view = memory[:(stop - begin) * item.elem_bytes]
-                _blocks.read_into(file, item.offset + begin * item.elem_bytes, view, item.name)
+                view = reader.read(first, last)
+                stop = begin + len(view) // item.elem_bytes
                 self._engine.write_part(entry.index, item.role, begin, stop, view)
-                begin = stop
+                begin, first = stop, first + len(view)
+            return
+        whole = numpy.empty(item.bytes, numpy.uint8)
+        while first < last:
+            view = reader.read(first, last)
+            whole[item.bytes - (last - first):][:len(view)] = view
+            first += len(view)
+        values = whole.view(numpy_dtype(item.dtype)).reshape(entry.shape)
+        if entry.index is None:
+            entry.store(values)
+        else:
+            self._write_whole(item, values)
 
     def _write_whole(self, item, values):
         flat = stored(values, item.entry)
@@ -181,6 +181,11 @@ def load(engine, comm, folder, everywhere, groups, optimizer, like, list_entries
         return manifest
     finally:
         loading.close()
+
+
+def bytes_of(item, begin, end):
+    """Where elements of a tensor are in its file."""
+    return item.offset + begin * item.elem_bytes, item.offset + end * item.elem_bytes
 
 
 def is_count(value):

@@ -75,6 +75,7 @@ struct access {
     size_t bytes;
     bool write;
     bool always; /* its first and last byte are touched whatever the data are */
+    int line;    /* where it was declared before the launch; 0: by the launch itself */
 };
 
 /* Enqueues `body(arguments)` for every thread of the grid; arguments are `bytes` bytes, copied now. */
@@ -122,13 +123,13 @@ template <class T> T shuffle(unsigned mask, T value, int source, int first, int 
 
 } // namespace emu
 
-#define CU_READS(p, bytes) emu::access{(p), (size_t)(bytes), false, true},
-#define CU_WRITES(p, bytes) emu::access{(p), (size_t)(bytes), true, true},
-#define CU_MAY_READ(p, bytes) emu::access{(p), (size_t)(bytes), false, false},
-#define CU_MAY_WRITE(p, bytes) emu::access{(p), (size_t)(bytes), true, false},
-#define CU_NEXT_READS(p, bytes) emu::next_access({(p), (size_t)(bytes), false, true})
-#define CU_NEXT_MAY_READ(p, bytes) emu::next_access({(p), (size_t)(bytes), false, false})
-#define CU_NEXT_MAY_WRITE(p, bytes) emu::next_access({(p), (size_t)(bytes), true, false})
+#define CU_READS(p, bytes) emu::access{(p), (size_t)(bytes), false, true, 0},
+#define CU_WRITES(p, bytes) emu::access{(p), (size_t)(bytes), true, true, 0},
+#define CU_MAY_READ(p, bytes) emu::access{(p), (size_t)(bytes), false, false, 0},
+#define CU_MAY_WRITE(p, bytes) emu::access{(p), (size_t)(bytes), true, false, 0},
+#define CU_NEXT_READS(p, bytes) emu::next_access({(p), (size_t)(bytes), false, true, __LINE__})
+#define CU_NEXT_MAY_READ(p, bytes) emu::next_access({(p), (size_t)(bytes), false, false, __LINE__})
+#define CU_NEXT_MAY_WRITE(p, bytes) emu::next_access({(p), (size_t)(bytes), true, false, __LINE__})
 #define CU_LAUNCH(kernel, grid, block, stream, accesses, ...)                                      \
     emu::launch(#kernel, __FILE__, __LINE__, (kernel), dim3(grid), dim3(block), (stream),          \
                 std::initializer_list<emu::access>{accesses}, __VA_ARGS__)

@@ -381,9 +381,8 @@ cudaError_t launch(const char *name, const char *file, int line, dim3 grid, dim3
             return failed(cudaErrorIllegalAddress);
     auto copy = std::make_shared<std::vector<max_align_t>>(bytes / sizeof(max_align_t) + 1);
     memcpy(copy->data(), arguments, bytes);
-    std::vector<access> declared(accesses);
     made.run = [=, site = made.site] {
-        run_watched(site, declared, [&] { run_grid(grid, threads, name, body, copy->data()); });
+        run_watched(site, all, [&] { run_grid(grid, threads, name, body, copy->data()); });
     };
     submit(on, std::move(made));
     return self().last_error;

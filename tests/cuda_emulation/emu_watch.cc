@@ -26,6 +26,7 @@ namespace {
 struct watched_range {
     const char *begin, *end;
     bool write, always;
+    int line;
     const char *low, *high; /* what was touched lies in [low, high) */
 };
 
@@ -77,7 +78,8 @@ void settle(const watched_kernel &kernel)
         if (range.begin == range.end)
             continue;
         bool first = range.low == range.begin, last = range.high == range.end;
-        std::string name = site_text(kernel.site) + ", range " + std::to_string(k + 1);
+        std::string name = site_text(kernel.site) + ", range " +
+                           (range.line ? "of line " + std::to_string(range.line) : std::to_string(k + 1));
         if (!range.always) {
             reach &sofar = configured.reached[name];
             sofar.first |= first;
@@ -96,7 +98,7 @@ void run_watched(int site, const std::vector<access> &declared, const std::funct
     watched_kernel watched = {site, {}, {false, false}};
     for (const access &part : declared) {
         const char *begin = (const char *)part.memory, *end = begin + part.bytes;
-        watched.ranges.push_back({begin, end, part.write, part.always, end, begin});
+        watched.ranges.push_back({begin, end, part.write, part.always, part.line, end, begin});
     }
     running = &watched;
     kernel();

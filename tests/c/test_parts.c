@@ -96,7 +96,7 @@ static zc_status train(zc_engine *engine, zc_device *device, zc_stream *stream, 
         status = zc_engine_add_grad(engine, i, grads[i]);
     }
     if (status == ZC_OK)
-        status = zc_engine_step(engine, group, 1, &args, NULL);
+        status = zc_engine_step(engine, group, 1, &args);
     if (device)
         device->ops->synchronize(device, stream);
     for (size_t i = 0; i < PARAMS; i++)

@@ -31,6 +31,7 @@
 #include "comm.h"
 #include "device.h"
 #include "partition.h"
+#include "zc_hash.h"
 #include "zero_c.h"
 
 #define ENGINE_PATIENCE_NS 250000000ull /* most that a round waits for room before it holds gradients back */
@@ -333,10 +334,6 @@ zc_status round_settle(zc_engine *engine);
 
 /* Forgets all sums. */
 void round_forget(zc_engine *engine);
-
-/* 64-bit FNV-1a, chained. */
-uint64_t engine_hash(uint64_t hash, const void *data, size_t bytes);
-#define ENGINE_HASH_START 0xcbf29ce484222325ull
 
 uint64_t engine_hash_options(uint64_t hash, const zc_options *groups, size_t group_count);
 

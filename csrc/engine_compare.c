@@ -8,21 +8,13 @@
 #include <stdatomic.h>
 #include <stdio.h>
 
-uint64_t engine_hash(uint64_t hash, const void *data, size_t bytes)
-{
-    const unsigned char *byte = data;
-    for (size_t i = 0; i < bytes; i++)
-        hash = (hash ^ byte[i]) * 0x100000001b3ull;
-    return hash;
-}
-
 uint64_t engine_hash_options(uint64_t hash, const zc_options *groups, size_t group_count)
 {
     for (size_t g = 0; g < group_count; g++) { /* by field: the struct has padding */
         const zc_options *o = &groups[g];
         double numbers[] = {o->lr, o->beta1, o->beta2, o->eps, o->weight_decay, o->momentum, o->dampening,
                             o->nesterov, o->amsgrad, o->maximize};
-        hash = engine_hash(hash, numbers, sizeof numbers);
+        hash = zc_hash(hash, numbers, sizeof numbers);
     }
     return hash;
 }
@@ -73,12 +65,12 @@ zc_status engine_check_params(const zc_engine *engine, const zc_param *params, s
 
 static uint64_t hash_param(const zc_param *param)
 {
-    uint64_t hash = ENGINE_HASH_START, elems = param->elems;
+    uint64_t hash = ZC_HASH_START, elems = param->elems;
     const char *name = param->name ? param->name : "";
     uint32_t rest[4] = {(uint32_t)param->dtype, param->group, param->unit, param->frozen != 0};
-    hash = engine_hash(hash, name, strlen(name));
-    hash = engine_hash(hash, &elems, sizeof elems);
-    return engine_hash(hash, rest, sizeof rest);
+    hash = zc_hash(hash, name, strlen(name));
+    hash = zc_hash(hash, &elems, sizeof elems);
+    return zc_hash(hash, rest, sizeof rest);
 }
 
 static void describe(char *text, size_t bytes, const zc_param *params, size_t count, size_t index)
@@ -143,22 +135,22 @@ zc_status engine_compare(zc_engine *engine, const zc_param *params, size_t count
                          size_t group_count)
 {
     static _Atomic uint64_t engines_made;
-    uint64_t config_hash = ENGINE_HASH_START, record[3], hash;
+    uint64_t config_hash = ZC_HASH_START, record[3], hash;
     uint64_t fields[] = {(uint64_t)engine->config.stage, engine->config.rule, engine->config.bucket_bytes,
                          engine->config.ring_slots, (uint64_t)engine->config.shared_params,
                          (uint64_t)engine->config.mean, group_count, engine->config.unit_slots,
                          engine->config.prefetch, engine->config.fill_discarded != 0,
                          engine->config.overlap_gather != 0};
-    config_hash = engine_hash(config_hash, fields, sizeof fields);
+    config_hash = zc_hash(config_hash, fields, sizeof fields);
     for (size_t u = 0; u < engine->unit_count; u++) {
         uint32_t unit[2] = {engine->units[u].level, engine->units[u].resident != 0};
-        config_hash = engine_hash(config_hash, unit, sizeof unit);
+        config_hash = zc_hash(config_hash, unit, sizeof unit);
     }
     config_hash = engine_hash_options(config_hash, groups, group_count);
     hash = config_hash;
     for (size_t i = 0; i < count; i++) {
         uint64_t one = hash_param(&params[i]);
-        hash = engine_hash(hash, &one, sizeof one);
+        hash = zc_hash(hash, &one, sizeof one);
     }
     record[0] = hash;
     record[1] = count;

@@ -20,8 +20,12 @@ static zc_status locate(const zc_engine *engine, size_t index, size_t begin, siz
     return ZC_OK;
 }
 
-static zc_status check_role(zc_role role)
+/* What a call about a part needs: the engine has its parameters, the range and the role are ones. */
+static zc_status check_part(const zc_engine *engine, size_t index, zc_role role, size_t begin, size_t end,
+                            partition_range *range)
 {
+    ZC_TRY(engine_check_loaded(engine));
+    ZC_TRY(locate(engine, index, begin, end, range));
     if ((unsigned)role > ZC_ROLE_WEIGHT)
         return zc_fail(ZC_EINVAL, "role %d; legal are 0 to %d", (int)role, ZC_ROLE_WEIGHT);
     if (role == ZC_ROLE_GRAD)
@@ -68,9 +72,7 @@ zc_status zc_engine_read_part(zc_engine *engine, size_t index, zc_role role, siz
 {
     partition_range range = {0, 0};
     size_t bucket;
-    ZC_TRY(engine_check_loaded(engine));
-    ZC_TRY(locate(engine, index, begin, end, &range));
-    ZC_TRY(check_role(role));
+    ZC_TRY(check_part(engine, index, role, begin, end, &range));
     if (begin == end)
         return ZC_OK;
     ZC_TRY(own_bucket(engine, index, range, &bucket));
@@ -89,9 +91,7 @@ zc_status zc_engine_write_part(zc_engine *engine, size_t index, zc_role role, si
 {
     partition_range range = {0, 0};
     size_t bucket;
-    ZC_TRY(engine_check_loaded(engine));
-    ZC_TRY(locate(engine, index, begin, end, &range));
-    ZC_TRY(check_role(role));
+    ZC_TRY(check_part(engine, index, role, begin, end, &range));
     if (begin == end)
         return ZC_OK;
     if (role != ZC_ROLE_WEIGHT)

@@ -205,10 +205,10 @@ static zc_status close_round(zc_engine *engine, const meet_record *records, cons
 
 zc_status round_declare(zc_engine *engine, uint64_t detail, const char *what)
 {
-    uint64_t hash = engine_hash(ENGINE_HASH_START, &engine->number, sizeof engine->number);
+    uint64_t hash = zc_hash(ZC_HASH_START, &engine->number, sizeof engine->number);
     if (!engine_gathers_together(engine))
         return ZC_OK;
-    return comm_declare(engine->comm, COMM_LINE_ENGINE, engine_hash(hash, &detail, sizeof detail), what);
+    return comm_declare(engine->comm, COMM_LINE_ENGINE, zc_hash(hash, &detail, sizeof detail), what);
 }
 
 static zc_status differ(zc_engine *engine, const meet_record *records)
@@ -334,7 +334,7 @@ zc_status zc_engine_discard(zc_engine *engine, size_t index)
                        engine->rank);
     if (engine->rounds == 0)
         return ZC_OK;
-    engine->discards = engine_hash(engine->discards, &index, sizeof index);
+    engine->discards = zc_hash(engine->discards, &index, sizeof index);
     if (index == SIZE_MAX) {
         round_forget(engine);
         return ZC_OK;
@@ -379,5 +379,5 @@ int zc_engine_has_grad(const zc_engine *engine, size_t index)
 
 zc_status zc_engine_sync(zc_engine *engine, const char *what)
 {
-    return round_meet(engine, MEET_SYNC, engine_hash(ENGINE_HASH_START, what, strlen(what)), what);
+    return round_meet(engine, MEET_SYNC, zc_hash(ZC_HASH_START, what, strlen(what)), what);
 }

@@ -148,7 +148,7 @@ zc_status zc_engine_read(zc_engine *engine, size_t index, zc_role role, double s
 {
     ZC_TRY(check_index(engine, index, role));
     uint64_t key[2] = {index, (uint64_t)role};
-    ZC_TRY(round_meet(engine, MEET_READ, engine_hash(ENGINE_HASH_START, key, sizeof key), "reading state"));
+    ZC_TRY(round_meet(engine, MEET_READ, zc_hash(ZC_HASH_START, key, sizeof key), "reading state"));
     engine_param *param = &engine->params[index];
     engine_space *space = &engine->spaces[param->space];
     if (!param->elems)

@@ -231,9 +231,9 @@ zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t gro
     ZC_TRY(check_step(engine, groups, group_count, args));
     ZC_TRY(stage3_check_unused(engine, "step()"));
     ZC_TRY(engine_ensure_state(engine, groups));
-    uint64_t detail = engine_hash_options(ENGINE_HASH_START, groups, group_count);
+    uint64_t detail = engine_hash_options(ZC_HASH_START, groups, group_count);
     double numbers[4] = {args->loss_scale, args->max_norm, args->want_norm, args->skip_nonfinite};
-    ZC_TRY(round_meet(engine, MEET_STEP, engine_hash(detail, numbers, sizeof numbers), "step"));
+    ZC_TRY(round_meet(engine, MEET_STEP, zc_hash(detail, numbers, sizeof numbers), "step"));
 
     int want_norm = args->want_norm || args->max_norm > 0;
     double factor = base_factor(engine, args->loss_scale);
@@ -373,7 +373,7 @@ zc_status zc_engine_clip(zc_engine *engine, double max_norm, double norm_type, d
         return zc_fail(ZC_EINVAL, "norm_type is %g; legal is any number over 0, or infinity", norm_type);
     if (!(loss_scale > 0) || isinf(loss_scale))
         return zc_fail(ZC_EINVAL, "loss_scale is %g; legal is any finite number over 0", loss_scale);
-    ZC_TRY(round_meet(engine, MEET_CLIP, engine_hash(ENGINE_HASH_START, numbers, sizeof numbers), "clip_grad_norm_"));
+    ZC_TRY(round_meet(engine, MEET_CLIP, zc_hash(ZC_HASH_START, numbers, sizeof numbers), "clip_grad_norm_"));
     if (norm_type == 2.0)
         ZC_TRY(two_norm(engine, &raw));
     else

@@ -8,6 +8,7 @@
  * missed, but the sentence may name a later pair.
  */
 #include "hub_server.h"
+#include "zc_hash.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -30,14 +31,6 @@ void hub_line_clear(hub_line *line)
     zc_free(line->count);
     zc_free(line->chain);
     memset(line, 0, sizeof *line);
-}
-
-static uint64_t mix(uint64_t chain, uint64_t detail)
-{
-    uint64_t z = (chain ^ detail) + 0x9e3779b97f4a7c15ull;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return (z ^ (z >> 31)) + chain * 3;
 }
 
 /* Entries that all members have passed are of no use any more. */
@@ -81,7 +74,7 @@ void hub_line_declare(hub_server *server, hub_circle *circle, size_t index, cons
 {
     hub_line *line = &circle->line[header->tag];
     uint64_t detail = header->count, number = ++line->count[index];
-    uint64_t chain = line->chain[index] = mix(line->chain[index], detail);
+    uint64_t chain = line->chain[index] = zc_hash_next(line->chain[index], detail);
     if (number <= line->last) {
         if (number > line->last - line->kept) {
             const hub_declared *entry = &line->entry[number % line->room];

@@ -29,6 +29,7 @@
  * Cost: three cache lines written, and two of each peer read.
  */
 #include "mem_comm.h"
+#include "zc_hash.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -41,15 +42,6 @@ typedef struct declaration {
     uint64_t number, chain, detail;
     char what[SHM_WHAT_BYTES];
 } declaration;
-
-/* Not commutative: ranks that do the same in another order must differ. */
-static uint64_t extend(uint64_t chain, uint64_t detail)
-{
-    uint64_t z = chain * 0x9e3779b97f4a7c15ull + detail + 1;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return z ^ (z >> 31);
-}
 
 static void write_entry(shm_line *line, const declaration *made)
 {
@@ -120,7 +112,7 @@ zc_status mem_declare(zc_comm *comm, uint32_t line, uint64_t detail, const char 
     ZC_TRY(mem_enter(group));
     shm_line *own = &group->area[comm->rank]->line[line];
     declaration made = {.number = ++group->declared[line].number, .detail = detail};
-    made.chain = group->declared[line].chain = extend(group->declared[line].chain, detail);
+    made.chain = group->declared[line].chain = zc_hash_next(group->declared[line].chain, detail);
     snprintf(made.what, sizeof made.what, "%s", what);
     write_entry(own, &made);
     atomic_store(&own->newest, made.number);

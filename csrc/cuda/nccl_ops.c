@@ -6,6 +6,7 @@
 #include "cuda_device.h"
 #include "cuda_kernels.h"
 #include "nccl_state.h"
+#include "zc_hash.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -45,21 +46,14 @@ static zc_status ended(nccl_comm *comm, const char *what)
     return status != ZC_OK ? status : zc_fail(ZC_ECOMM, "rank %zu: the communicator was aborted", comm->name);
 }
 
-static uint64_t hash_of(uint64_t hash, const void *data, size_t bytes)
-{
-    for (size_t k = 0; k < bytes; k++)
-        hash = (hash ^ ((const unsigned char *)data)[k]) * 0x100000001b3ull; /* FNV-1a */
-    return hash;
-}
-
 /* Tells the peers what NCCL is about to get. */
 static zc_status declare(posting *p, const operation *op)
 {
     char text[COMM_WHAT_BYTES];
     uint64_t numbers[] = {p->channel->number, p->tag, op->count, op->root};
-    uint64_t detail = hash_of(0xcbf29ce484222325ull, numbers, sizeof numbers);
-    detail = hash_of(detail, op->what, strlen(op->what) + 1);
-    detail = hash_of(detail, op->of, strlen(op->of));
+    uint64_t detail = zc_hash(ZC_HASH_START, numbers, sizeof numbers);
+    detail = zc_hash(detail, op->what, strlen(op->what) + 1);
+    detail = zc_hash(detail, op->of, strlen(op->of));
     snprintf(text, sizeof text, "%s of %zu %s (%.20s #%llu, tag %u)", op->what, op->count, op->of, p->channel->name,
              (unsigned long long)p->channel->number, p->tag);
     return nccl_watch_posting(p->comm, p->lane_number, op->what, detail, text);

@@ -5,16 +5,14 @@
  */
 #include "comm.h"
 #include "cpu_kernels.h"
-#include "testing.h"
+#include "together.h"
 
 #include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
-#include <time.h>
 #include <unistd.h>
 
 #define RANKS_MAX 8
-#define SECOND 1000000000ull
 #define TAGS 12
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
@@ -63,46 +61,7 @@ static void with_all_sizes(void (*body)(rank_state *))
         with_ranks(sizes[i], 20 * SECOND, body);
 }
 
-static void pause_us(unsigned us)
-{
-    nanosleep(&(struct timespec){us / 1000000, (long)(us % 1000000) * 1000}, NULL);
-}
-
-static int text_has(const char *part)
-{
-    if (strstr(zc_last_error(), part))
-        return 1;
-    fprintf(stderr, "not in the sentence: '%s' in '%s'\n", part, zc_last_error());
-    return 0;
-}
-
 /* ---- values ------------------------------------------------------------- */
-
-static void put(void *array, size_t i, zc_dtype dtype, double value)
-{
-    switch (dtype) {
-    case ZC_FLOAT64: ((double *)array)[i] = value; break;
-    case ZC_BFLOAT16: ((uint16_t *)array)[i] = zc_float_to_bf16((float)value); break;
-    case ZC_FLOAT16: ((uint16_t *)array)[i] = zc_float_to_fp16((float)value); break;
-    case ZC_INT32: ((int32_t *)array)[i] = (int32_t)value; break;
-    case ZC_INT64: ((int64_t *)array)[i] = (int64_t)value; break;
-    case ZC_UINT8: ((uint8_t *)array)[i] = (uint8_t)value; break;
-    default: ((float *)array)[i] = (float)value;
-    }
-}
-
-static double get(const void *array, size_t i, zc_dtype dtype)
-{
-    switch (dtype) {
-    case ZC_FLOAT64: return ((const double *)array)[i];
-    case ZC_BFLOAT16: return zc_bf16_to_float(((const uint16_t *)array)[i]);
-    case ZC_FLOAT16: return zc_fp16_to_float(((const uint16_t *)array)[i]);
-    case ZC_INT32: return ((const int32_t *)array)[i];
-    case ZC_INT64: return (double)((const int64_t *)array)[i];
-    case ZC_UINT8: return ((const uint8_t *)array)[i];
-    default: return ((const float *)array)[i];
-    }
-}
 
 /* What rank q contributes as element i of everything: the same on all ranks, and not representable sums. */
 static double gradient(size_t q, size_t i, unsigned round)
@@ -747,13 +706,6 @@ static void test_mismatch(void)
     with_ranks(2, 20 * SECOND, mismatch_tag_body);
     with_ranks(2, 20 * SECOND, mismatch_channel_body);
     with_ranks(2, 20 * SECOND, mismatch_gather_body);
-}
-
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * SECOND + (uint64_t)now.tv_nsec;
 }
 
 /* Rank 0 in a barrier, the others in an exchange of a channel: nobody can ever come. */

@@ -5,52 +5,16 @@
  */
 #define _GNU_SOURCE
 #include "comm.h"
-#include "testing.h"
+#include "together.h"
 
-#include <dirent.h>
 #include <errno.h>
-#include <signal.h>
-#include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #define RANKS_MAX 8
-#define SECOND 1000000000ull
 
 static char job[64];
 static unsigned jobs_made, body_limit_s = 30;
 static uint64_t timeout_ns, start_timeout_ns;
-
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * SECOND + (uint64_t)now.tv_nsec;
-}
-
-static void pause_us(unsigned us)
-{
-    nanosleep(&(struct timespec){us / 1000000, (long)(us % 1000000) * 1000}, NULL);
-}
-
-static int text_has(const char *part)
-{
-    if (strstr(zc_last_error(), part))
-        return 1;
-    fprintf(stderr, "not in the sentence: '%s' in '%s'\n", part, zc_last_error());
-    return 0;
-}
-
-static size_t count_fds(void)
-{
-    DIR *directory = opendir("/proc/self/fd");
-    size_t count = 0;
-    while (directory && readdir(directory))
-        count++;
-    if (directory)
-        closedir(directory);
-    return count;
-}
 
 static size_t shared_kib(void)
 {
@@ -96,17 +60,7 @@ static void run_ranks(size_t ranks, rank_body body, unsigned limit_s, int *statu
             _exit(extra ? extra : testing_failures ? 1 : 0);
         }
     }
-    uint64_t end = now_ns() + limit_s * SECOND;
-    for (size_t r = 0; r < ranks; r++) {
-        while (waitpid(pids[r], &status[r], WNOHANG) == 0) {
-            if (now_ns() > end) {
-                kill(pids[r], SIGKILL);
-                waitpid(pids[r], &status[r], 0);
-                break;
-            }
-            pause_us(2000);
-        }
-    }
+    wait_for_all(pids, ranks, now_ns() + limit_s * SECOND, status);
 }
 
 /* All ranks must end well. */

@@ -4,13 +4,11 @@
  * thread sanitizer this checks the reading without locks of mem_declare.c.
  */
 #include "comm.h"
-#include "testing.h"
+#include "together.h"
 
 #include <pthread.h>
-#include <time.h>
 
 #define RANKS_MAX 8
-#define SECOND 1000000000ull
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 #define TRIALS 30
@@ -65,14 +63,6 @@ static void with_all_sizes(uint64_t odd, void (*body)(rank_state *))
 static void meet(rank_state *s)
 {
     pthread_barrier_wait(s->meeting);
-}
-
-static int says(const char *part)
-{
-    if (strstr(zc_last_error(), part))
-        return 1;
-    fprintf(stderr, "not in the sentence: '%s' in '%s'\n", part, zc_last_error());
-    return 0;
 }
 
 /* Declaration `number` of a line, as all do it, or as the odd rank does. */
@@ -159,14 +149,14 @@ static void different_body(rank_state *s)
     CHECK_EQ(status, ZC_EMISMATCH);
     meet(s); /* with the odd rank's number, which all know now */
     CHECK_EQ(declare_as(s, 0, 1, 0), ZC_EMISMATCH);
-    CHECK(says("other thing "));
+    CHECK(text_has("other thing "));
     if (!strstr(zc_last_error(), "other thing "))
         return;
     CHECK(sscanf(strstr(zc_last_error(), "other thing "), "%31[a-z ]%31[0-9]", thing, other) == 2);
     snprintf(thing, sizeof thing, "\"thing %s\"", other);
-    CHECK(says(thing) && says("ranks do different things: rank ") && says("where rank ") && says("same order"));
+    CHECK(text_has(thing) && text_has("ranks do different things: rank ") && text_has("where rank ") && text_has("same order"));
     snprintf(thing, sizeof thing, "(number %s of each)", other);
-    CHECK(says(thing));
+    CHECK(text_has(thing));
     CHECK(s->odd == 0 || atoll(other) == (long long)s->odd);
     CHECK_EQ(comm_barrier(s->comm), ZC_EMISMATCH);
 }
@@ -192,7 +182,7 @@ static void swapped_body(rank_state *s)
     if (status == ZC_OK)
         status = comm_barrier(s->comm);
     CHECK_EQ(status, s->ranks == 1 ? ZC_OK : ZC_EMISMATCH);
-    CHECK(s->ranks == 1 || (says("\"six\"") && says("\"seven\"") && says("(number 2 of each)")));
+    CHECK(s->ranks == 1 || (text_has("\"six\"") && text_has("\"seven\"") && text_has("(number 2 of each)")));
 }
 
 static void test_another_order(void)
@@ -204,7 +194,7 @@ static void arguments_body(rank_state *s)
 {
     char text[8] = "old";
     CHECK_EQ(comm_declare(s->comm, COMM_LINES, 1, "x"), ZC_EINVAL);
-    CHECK(says("line 3; there are lines 0 to 2"));
+    CHECK(text_has("line 3; there are lines 0 to 2"));
     CHECK_EQ(comm_behind(s->comm, COMM_LINES, 1, text, sizeof text), 0);
     CHECK_EQ(text[0], 0);
     char longer[COMM_WHAT_BYTES + 20];
@@ -215,7 +205,7 @@ static void arguments_body(rank_state *s)
         status = comm_barrier(s->comm);
     CHECK_EQ(status, ZC_EMISMATCH);
     longer[COMM_WHAT_BYTES - 1] = '\0';
-    CHECK(says(longer) && says("both come to \"yyy") && says("y\" (number 1 of each) but with different arguments"));
+    CHECK(text_has(longer) && text_has("both come to \"yyy") && text_has("y\" (number 1 of each) but with different arguments"));
 }
 
 static void test_arguments(void)
@@ -242,7 +232,7 @@ static void ahead_body(rank_state *s)
         CHECK_EQ(declare_as(s, 0, first, s->odd), ZC_EMISMATCH);
         snprintf(number, sizeof number, first == s->odd ? "(number %llu of each)" : "before their number %llu",
                  (unsigned long long)first);
-        CHECK(says(number) && (first != s->odd || says("\"other thing ")));
+        CHECK(text_has(number) && (first != s->odd || text_has("\"other thing ")));
     }
     meet(s);
     CHECK_EQ(comm_barrier(s->comm), ZC_EMISMATCH);
@@ -266,7 +256,7 @@ static void behind_body(rank_state *s)
     if (s->rank == 0) {
         CHECK_OK(declare_up_to(s, 0, 1, s->odd ? s->odd - 1 : 29));
         CHECK_EQ(declare_as(s, 0, 30, 0), ZC_EMISMATCH);
-        CHECK(says("rank 0 comes to \"thing 30\" where rank 1 comes to \"other thing 30\""));
+        CHECK(text_has("rank 0 comes to \"thing 30\" where rank 1 comes to \"other thing 30\""));
     }
     meet(s);
     CHECK_EQ(comm_barrier(s->comm), ZC_EMISMATCH);
@@ -296,7 +286,7 @@ static void split_body(rank_state *s)
         CHECK_EQ(comm_behind(part, 0, 2, text, sizeof text), 1);
         CHECK(strcmp(text, ", 3") == 0); /* its number in the first communicator */
         CHECK_EQ(comm_declare(part, 0, 5, "five"), ZC_EMISMATCH);
-        CHECK(says("rank 3 comes to \"five\" where rank 1 comes to \"four\""));
+        CHECK(text_has("rank 3 comes to \"five\" where rank 1 comes to \"four\""));
     }
     meet(s);
     CHECK_EQ(comm_barrier(part), s->rank % 2 ? ZC_EMISMATCH : ZC_OK);
@@ -352,7 +342,7 @@ static void waiting_body(rank_state *s)
         status = comm_watch(s->comm, "a test");
     }
     CHECK_EQ(status, ZC_EMISMATCH);
-    CHECK(says("\"its own number\""));
+    CHECK(text_has("\"its own number\""));
     comm_channel_close(channel);
 }
 
@@ -363,13 +353,6 @@ static void test_a_waiting_rank_hears_of_it(void)
 }
 
 /* ---- cost ---------------------------------------------------------------------------- */
-
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * SECOND + (uint64_t)now.tv_nsec;
-}
 
 static void bench_body(rank_state *s)
 {

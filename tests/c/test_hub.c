@@ -7,23 +7,18 @@
 #include "comm.h"
 #include "hub_comm.h"
 #include "hub_wire.h"
-#include "testing.h"
+#include "together.h"
 
 #include <arpa/inet.h>
-#include <dirent.h>
 #include <errno.h>
 #include <math.h>
 #include <netinet/in.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <sys/socket.h>
-#include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #define RANKS_MAX 8
-#define SECOND 1000000000ull
 #define SHORT_BEAT (SECOND / 20) /* silence after half a second */
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
@@ -31,40 +26,6 @@
 #else
 #define SCALE 1
 #endif
-
-static uint64_t now_ns(void)
-{
-    return hub_now_ns();
-}
-
-static void pause_us(unsigned us)
-{
-    nanosleep(&(struct timespec){us / 1000000, (long)(us % 1000000) * 1000}, NULL);
-}
-
-static int text_has(const char *part)
-{
-    if (strstr(zc_last_error(), part))
-        return 1;
-    fprintf(stderr, "not in the sentence: '%s' in '%s'\n", part, zc_last_error());
-    return 0;
-}
-
-static size_t count_entries(const char *path)
-{
-    DIR *directory = opendir(path);
-    size_t count = 0;
-    while (directory && readdir(directory))
-        count++;
-    if (directory)
-        closedir(directory);
-    return count;
-}
-
-static size_t count_fds(void)
-{
-    return count_entries("/proc/self/fd");
-}
 
 static void *do_nothing(void *context)
 {
@@ -85,16 +46,6 @@ static void check_threads(size_t before)
     for (int turn = 0; turn < 200 && count_entries("/proc/self/task") > before; turn++)
         pause_us(5000);
     CHECK_EQ(count_entries("/proc/self/task"), before);
-}
-
-static zc_status declare(zc_comm *comm, uint32_t line, uint64_t detail, const char *what)
-{
-    return comm->ops->declare(comm, line, detail, what);
-}
-
-static size_t behind(zc_comm *comm, uint32_t line, uint64_t number, char *text, size_t room_bytes)
-{
-    return comm->ops->behind(comm, line, number, text, room_bytes);
 }
 
 /* ---- connections ------------------------------------------------------------ */
@@ -202,7 +153,7 @@ static void after_failure(rank_state *s, zc_status status)
     CHECK_EQ(comm_progress(s->comm), status);
     CHECK_EQ(comm_watch(s->comm, "nothing"), status);
     CHECK_EQ(comm_split(s->comm, 0, &half), status);
-    CHECK_EQ(declare(s->comm, 0, 1, "after all"), status);
+    CHECK_EQ(comm_declare(s->comm, 0, 1, "after all"), status);
 }
 
 /* ---- what goes well -------------------------------------------------------------- */
@@ -230,7 +181,7 @@ static void arguments_body(rank_state *s)
     CHECK_EQ(comm_wait_some(channel, 12345, NULL, 1, &done), ZC_EINVAL);
     CHECK_OK(comm_wait(channel, 0, NULL));
     comm_channel_close(channel);
-    CHECK_EQ(declare(s->comm, COMM_LINES, 1, "no line"), ZC_EINVAL);
+    CHECK_EQ(comm_declare(s->comm, COMM_LINES, 1, "no line"), ZC_EINVAL);
     CHECK_OK(comm_watch(s->comm, "nothing"));
     CHECK_OK(comm_barrier(s->comm));
 }
@@ -329,30 +280,6 @@ static void test_several_threads_a_rank(void)
 }
 
 /* ---- arrays --------------------------------------------------------------------------- */
-
-static void put(void *array, size_t i, zc_dtype dtype, double value)
-{
-    switch (dtype) {
-    case ZC_INT32: ((int32_t *)array)[i] = (int32_t)value; break;
-    case ZC_INT64: ((int64_t *)array)[i] = (int64_t)value; break;
-    case ZC_UINT8: ((uint8_t *)array)[i] = (uint8_t)value; break;
-    case ZC_FLOAT64: ((double *)array)[i] = value; break;
-    default: testing_put(array, dtype, i, (float)value);
-    }
-}
-
-static double get(const void *array, size_t i, zc_dtype dtype)
-{
-    switch (dtype) {
-    case ZC_FLOAT64: return ((const double *)array)[i];
-    case ZC_BFLOAT16: return zc_bf16_to_float(((const uint16_t *)array)[i]);
-    case ZC_FLOAT16: return zc_fp16_to_float(((const uint16_t *)array)[i]);
-    case ZC_INT32: return ((const int32_t *)array)[i];
-    case ZC_INT64: return (double)((const int64_t *)array)[i];
-    case ZC_UINT8: return ((const uint8_t *)array)[i];
-    default: return ((const float *)array)[i];
-    }
-}
 
 /* Rank q's element i: sums of floats are not exact, products stay small. */
 static double value_of(size_t q, size_t i, zc_dtype dtype, comm_op op)
@@ -483,7 +410,7 @@ static void split_body(rank_state *s)
     CHECK_OK(comm_split(s->comm, (int64_t)s->rank, &alone));
     CHECK_EQ(alone->ranks, 1);
     CHECK_OK(comm_barrier(alone));
-    CHECK_OK(declare(alone, 0, 5, "alone"));
+    CHECK_OK(comm_declare(alone, 0, 5, "alone"));
     comm_close(alone);
     comm_close(none);
     comm_close(half);
@@ -532,23 +459,23 @@ static void declare_body(rank_state *s)
     char text[32], list[64];
     if (s->rank == 0) /* the others are far behind, then pass */
         for (unsigned k = 1; k <= 1000; k++)
-            CHECK_OK(declare(s->comm, 1, k * 7, word(text, k)));
+            CHECK_OK(comm_declare(s->comm, 1, k * 7, word(text, k)));
     CHECK_OK(comm_barrier(s->comm));
     if (s->rank == s->ranks - 1 && s->ranks > 2) {
-        CHECK_EQ(behind(s->comm, 1, 1000, list, sizeof list), s->ranks - 1);
+        CHECK_EQ(comm_behind(s->comm, 1, 1000, list, sizeof list), s->ranks - 1);
         CHECK(!strncmp(list, ", 1, 2", 6));
-        CHECK_EQ(behind(s->comm, 1, 0, list, sizeof list), 0);
-        CHECK_EQ(behind(s->comm, 0, 1, list, sizeof list), s->ranks);
+        CHECK_EQ(comm_behind(s->comm, 1, 0, list, sizeof list), 0);
+        CHECK_EQ(comm_behind(s->comm, 0, 1, list, sizeof list), s->ranks);
     }
     CHECK_OK(comm_barrier(s->comm));
     if (s->rank)
         for (unsigned k = 1; k <= 1000; k++)
-            CHECK_OK(declare(s->comm, 1, k * 7, word(text, k)));
+            CHECK_OK(comm_declare(s->comm, 1, k * 7, word(text, k)));
     for (unsigned k = 1; k <= 500; k++)
         for (uint32_t line = 0; line < COMM_LINES; line++)
-            CHECK_OK(declare(s->comm, line, (k + line) % 10, "again"));
+            CHECK_OK(comm_declare(s->comm, line, (k + line) % 10, "again"));
     CHECK_OK(comm_barrier(s->comm));
-    CHECK_EQ(behind(s->comm, 1, 1500, list, sizeof list), 0);
+    CHECK_EQ(comm_behind(s->comm, 1, 1500, list, sizeof list), 0);
     CHECK(!list[0]);
     CHECK_OK(comm_barrier(s->comm));
 }
@@ -561,12 +488,12 @@ static void differ_body(rank_state *s)
     zc_status status = ZC_OK;
     if (s->rank != 1)
         for (unsigned k = 1; k <= ahead && status == ZC_OK; k++)
-            status = declare(s->comm, COMM_LINE_ENGINE, k, word(text, k));
+            status = comm_declare(s->comm, COMM_LINE_ENGINE, k, word(text, k));
     CHECK_OK(status);
     CHECK_OK(comm_barrier(s->comm));
     if (s->rank == 1)
         for (unsigned k = 1; k <= ahead && status == ZC_OK; k++)
-            status = declare(s->comm, COMM_LINE_ENGINE, k == different ? 0 : k,
+            status = comm_declare(s->comm, COMM_LINE_ENGINE, k == different ? 0 : k,
                              k == different ? "misdeed" : word(text, k));
     CHECK_EQ(comm_barrier(s->comm), ZC_EMISMATCH);
     if (different + 4000 > ahead)
@@ -1158,13 +1085,13 @@ static void *walk_body(void *argument)
         status = comm_channel_open(s->comm, "walk", 2, &channel);
     }
     if (status == ZC_OK)
-        status = declare(s->comm, 0, 1, "walk");
+        status = comm_declare(s->comm, 0, 1, "walk");
     if (status == ZC_OK)
         status = comm_split(s->comm, 1, &half);
     if (status == ZC_OK)
         status = comm_array_all_reduce(half, array, 4, ZC_FLOAT32, COMM_SUM);
     if (status == ZC_OK)
-        behind(s->comm, 0, 1, list, sizeof list);
+        comm_behind(s->comm, 0, 1, list, sizeof list);
     if (status == ZC_OK)
         CHECK(array[3] == 4.0f * (float)s->ranks);
     else
@@ -1246,16 +1173,7 @@ static void run_processes(size_t ranks, process_body body, unsigned limit_s, int
         close(w.hub[q]);
         close(w.guest[q]);
     }
-    uint64_t end = now_ns() + limit_s * SECOND;
-    for (size_t r = 0; r < ranks; r++)
-        while (waitpid(pids[r], &status[r], WNOHANG) == 0) {
-            if (now_ns() > end) {
-                kill(pids[r], SIGKILL);
-                waitpid(pids[r], &status[r], 0);
-                break;
-            }
-            pause_us(2000);
-        }
+    wait_for_all(pids, ranks, now_ns() + limit_s * SECOND, status);
 }
 
 static void with_processes(size_t ranks, process_body body)
@@ -1459,8 +1377,8 @@ static int fork_body(size_t rank, zc_comm *comm)
         CHECK(text_has("forked"));
         CHECK_EQ(comm_exchange(channel, 0, "step", NULL, NULL, 0), ZC_ESTATE);
         CHECK_EQ(comm_watch(comm, "x"), ZC_ESTATE);
-        CHECK_EQ(declare(comm, 0, 1, "x"), ZC_ESTATE);
-        CHECK_EQ(behind(comm, 0, 1, list, sizeof list), 0);
+        CHECK_EQ(comm_declare(comm, 0, 1, "x"), ZC_ESTATE);
+        CHECK_EQ(comm_behind(comm, 0, 1, list, sizeof list), 0);
         comm_poison(comm, ZC_EINVAL, "x");
         comm_channel_close(channel);
         comm_close(comm); /* must not close the parent's */

@@ -5,58 +5,22 @@
 #define _GNU_SOURCE
 #include "comm.h"
 #include "shm_rendezvous.h"
-#include "testing.h"
+#include "together.h"
 
-#include <dirent.h>
 #include <errno.h>
-#include <signal.h>
 #include <stddef.h>
 #include <sys/socket.h>
 #include <sys/un.h>
-#include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
-#define SECOND 1000000000ull
 #define RANKS_MAX 70
 
 static char job[96];
 static unsigned jobs_made;
 
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * SECOND + (uint64_t)now.tv_nsec;
-}
-
-static void pause_us(unsigned us)
-{
-    nanosleep(&(struct timespec){us / 1000000, (long)(us % 1000000) * 1000}, NULL);
-}
-
 static void new_job(void)
 {
     snprintf(job, sizeof job, "meet-%d-%u", (int)getpid(), ++jobs_made);
-}
-
-static int text_has(const char *part)
-{
-    if (strstr(zc_last_error(), part))
-        return 1;
-    fprintf(stderr, "not in the sentence: '%s' in '%s'\n", part, zc_last_error());
-    return 0;
-}
-
-static size_t count_fds(void)
-{
-    DIR *directory = opendir("/proc/self/fd");
-    size_t count = 0;
-    while (directory && readdir(directory))
-        count++;
-    if (directory)
-        closedir(directory);
-    return count;
 }
 
 /* One rank in a process of its own: opens, and checks what came of it. */

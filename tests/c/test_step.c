@@ -343,7 +343,7 @@ static void forward(job *j, rank *r)
     for (size_t i = 0; i < PARAMS; i++) {
         if (j->plan->overlap)
             CHECK_OK(zc_engine_wait_params(r->engine, &i, 1));
-        j->digest = engine_hash(j->digest, values, read_param(j, r, i, values));
+        j->digest = zc_hash(j->digest, values, read_param(j, r, i, values));
     }
     free(values);
 }
@@ -353,12 +353,12 @@ static void *train_forward(void *argument)
     job *j = argument;
     rank r;
     open_rank(j, &r);
-    j->digest = ENGINE_HASH_START;
+    j->digest = ZC_HASH_START;
     for (size_t s = 0; r.engine && s < STEPS; s++) {
         backward(j, &r, s);
         if (s == 2) { /* since the last step there was no forward: the round has waited */
             read_weights(j, &r, j->weights);
-            j->digest = engine_hash(j->digest, j->weights, weight_bytes(j->plan));
+            j->digest = zc_hash(j->digest, j->weights, weight_bytes(j->plan));
         }
         r.calls.looks = 0;
         step(j, &r);

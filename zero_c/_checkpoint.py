@@ -55,7 +55,7 @@ ROLES = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 @dataclass
 class Entry:
-    """One tensor of a model. `index`: in the engine; otherwise `values`, an array, rank 0's of which is saved."""
+    """One tensor of a model. `index`: in the engine; otherwise `values`, which gives an array, rank 0's of which is saved."""
 
     name: str
     kind: str  # "parameter": trained; "frozen"; "buffer"

@@ -1,6 +1,7 @@
 """Saving: _checkpoint.py has the protocol."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -66,7 +67,7 @@ def copy_parts(engine, comm, items, sink):
     writer = _blocks.Writer(careful)
     for item in items:
         if item.entry.index is None:
-            whole = item.entry.values
+            whole = item.entry.values() if comm.rank == 0 else None
         elif item.entry.strides is None:
             copy_own(engine, item, writer)
             continue
@@ -95,7 +96,7 @@ class Saving:
 
     def __init__(self, engine, comm, folder, describe_all):
         """describe_all() -> (entries, what the manifest says besides tensors and files)."""
-        self._engine, self._comm, self._folder = engine, comm, Path(folder)
+        self._engine, self._comm, self._folder, self.what = engine, comm, Path(folder), f"save to {folder}"
         entries, self._about = describe_all()
         self._items = items_of(entries)
         self._tensors = [describe(entry, engine) for entry in entries]
@@ -105,9 +106,9 @@ class Saving:
 
     def begin(self):
         """Files at full size, open on every rank."""
-        name = collective(self._comm, f"save to {self._folder}", self._make if self._comm.rank == 0 else lambda: b"")
+        name = collective(self._comm, self.what, self._make if self._comm.rank == 0 else lambda: b"")
         self._save = from_rank_0(self._comm, name).decode()
-        collective(self._comm, f"save to {self._folder}", self._open)
+        collective(self._comm, self.what, self._open)
 
     def _make(self):
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -159,7 +160,7 @@ class Saving:
                 reserve(file.fileno(), size)
                 _blocks.write_exactly(file.fileno(), 0, header)
 
-        collective(self._comm, f"save to {self._folder}", make if self._comm.rank == 0 else lambda: None)
+        collective(self._comm, self.what, make if self._comm.rank == 0 else lambda: None)
         return table, first
 
     def flush(self, table, first):
@@ -243,23 +244,34 @@ def reserve(file, size):
     try:
         os.posix_fallocate(file, 0, size)
     except OSError as error:
-        if error.errno not in (95, 22):  # EOPNOTSUPP, EINVAL: not here
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # not here
             raise
         os.truncate(file, size)
 
 
-def save(engine, comm, folder, describe_all):
-    """Collective. All ranks return, or raise the same CheckpointError and the folder's checkpoint is the old one."""
-    what = f"save to {folder}"
+def start(engine, comm, folder, describe_all, sink_of):
+    """Collective: a Saving whose ranks have handed their parts to sink_of(saving), this rank's table, and where that goes."""
     engine.sync("save")  # first of all: a rank may still be in a backward that another took no part in
-    saving = collective(comm, what, lambda: Saving(engine, comm, folder, describe_all))
+    saving = collective(comm, f"save to {folder}", lambda: Saving(engine, comm, folder, describe_all))
     done = False
     try:
         saving.begin()
-        collective(comm, what, lambda: saving.copy(saving.write))
+        collective(comm, saving.what, lambda: saving.copy(sink_of(saving)))
         table, first = saving.tables()
-        collective(comm, what, lambda: saving.flush(table, first))
-        collective(comm, what, saving.publish if comm.rank == 0 else lambda: None)
+        done = True
+    finally:
+        if not done:
+            saving.close(failed=True)
+    return saving, table, first
+
+
+def save(engine, comm, folder, describe_all):
+    """Collective. All ranks return, or raise the same CheckpointError and the folder's checkpoint is the old one."""
+    saving, table, first = start(engine, comm, folder, describe_all, lambda saving: saving.write)
+    done = False
+    try:
+        collective(comm, saving.what, lambda: saving.flush(table, first))
+        collective(comm, saving.what, saving.publish if comm.rank == 0 else lambda: None)
         done = True
     finally:
         saving.close(failed=not done)
@@ -269,19 +281,8 @@ class Background:
     """A save whose writing goes on in a thread; made by async_save()."""
 
     def __init__(self, engine, comm, folder, describe_all):
-        self._engine, self._comm, self._folder, self._error = engine, comm, folder, None
-        what = f"save to {folder}"
-        engine.sync("save")
-        saving = collective(comm, what, lambda: Saving(engine, comm, folder, describe_all))
-        self._blocks, done = [], False
-        try:
-            saving.begin()
-            collective(comm, what, lambda: saving.copy(self._keep))
-            table, first = saving.tables()
-            done = True
-        finally:
-            if not done:
-                saving.close(failed=True)
+        self._engine, self._comm, self._error, self._blocks = engine, comm, None, []
+        saving, table, first = start(engine, comm, folder, describe_all, lambda saving: self._keep)
         self._thread = threading.Thread(target=self._run, args=(saving, table, first), name="zero_c save")
         self._thread.start()
 
@@ -295,7 +296,7 @@ class Background:
                 saving.write(*block)
             saving.flush(table, first)
         except Exception as error:
-            self._error = f"save to {self._folder}, rank {rank}: {type(error).__name__}: {error}"
+            self._error = f"{saving.what}, rank {rank}: {type(error).__name__}: {error}"
         self._blocks = []
         try:
             if rank:
@@ -305,13 +306,8 @@ class Background:
                 if self._error is None:
                     saving.publish()
         except Exception as error:
-            self._error = self._error or f"save to {self._folder}, rank {rank}: {error}"
+            self._error = self._error or f"{saving.what}, rank {rank}: {error}"
         saving.close(failed=self._error is not None)
-
-    @property
-    def done(self):
-        """Whether this rank's thread has ended."""
-        return not self._thread.is_alive()
 
     def wait(self):
         """Collective: until the checkpoint is on the disk. CheckpointError on all ranks if it could not be written."""

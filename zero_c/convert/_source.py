@@ -7,6 +7,7 @@ that weight and 16-bit remainder give the master back). Where the other package
 rounded a tie to even, the weight differs by its last bit and the master does not.
 """
 
+import abc
 import contextlib
 import math
 from dataclasses import dataclass, field
@@ -17,13 +18,12 @@ import torch
 import zero_c
 from zero_c import _blocks, _checkpoint, _options, _saving
 from zero_c._core import CheckpointError
+from zero_c.torch._scale import LossScale
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # What torch's groups say about how, not what, is computed.
 NOT_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay",
                "bias_correction", "step", "name"}
-# A target whose loss scale is dynamic starts with this if the source has none: as LossScale in zero_c/torch/_scale.py.
-FRESH_LOSS_SCALE = {"value": 2.0**16, "good": 0, "floored": 0}
 
 
 @dataclass
@@ -40,15 +40,15 @@ class Tensor:
     aliases: list = field(default_factory=list)
 
 
-class Source:
+class Source(abc.ABC):
     """Subclasses read values and call finish() when all else is known."""
 
+    @abc.abstractmethod
     def values(self, tensor, role, begin, end):
         """Elements [begin, end) of a tensor, as the source has them, as a tensor of one dimension.
 
         role: "weight" (its most exact form), or one of MOMENTS or "max_exp_avg_sq".
         """
-        raise NotImplementedError
 
     def finish(self, tensors, groups, optimizer, frozen_group, loss_scale, origin):
         """groups: the options of each as the source has them; frozen_group: as the command has it."""
@@ -198,6 +198,11 @@ def options_of(group, optimizer, number):
         return {key: _checkpoint.plain(value, f"group {number}: '{key}'") for key, value in options.items()}
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"group {number} of the source: {error}") from None
+
+
+def fresh_loss_scale():
+    """Of a target whose loss scale is dynamic, if the source has none."""
+    return LossScale("dynamic").state_dict()
 
 
 def default_frozen_group(given, groups):

@@ -120,7 +120,7 @@ def read(folder, given):
     for tensor in tensors:
         check_moments(folder, tensor, tensor.group is not None and amsgrad[tensor.group])
     source.finish(tensors, groups, _source.optimizer_of(groups, None, given), _source.default_frozen_group(given, groups),
-                  dict(_source.FRESH_LOSS_SCALE), f"torch.distributed.checkpoint, torch {torch.__version__} reading")
+                  _source.fresh_loss_scale(), f"torch.distributed.checkpoint, torch {torch.__version__} reading")
     return source
 
 

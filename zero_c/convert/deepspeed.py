@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from zero_c._core import CheckpointError
+from zero_c.torch._scale import LossScale
 
 from . import _allowed, _source
 
@@ -268,10 +269,10 @@ def loss_scale_of(state):
     scaler = state.get("loss_scaler")
     found = vars(scaler) if isinstance(scaler, _allowed.Attributes) else {}
     if "scale_window" not in found:
-        return dict(_source.FRESH_LOSS_SCALE) if found.get("cur_scale", 1.0) == 1.0 else {
+        return _source.fresh_loss_scale() if found.get("cur_scale", 1.0) == 1.0 else {
             "value": float(found["cur_scale"]), "good": 0, "floored": 0}
     good = (found["cur_iter"] - found["last_overflow_iter"] - 1) % found["scale_window"]
-    return {"value": float(found["cur_scale"]), "good": min(int(good), 1999), "floored": 0}
+    return {"value": float(found["cur_scale"]), "good": min(int(good), LossScale.INTERVAL - 1), "floored": 0}
 
 
 # ---- where parameters are -------------------------------------------------------

@@ -6,12 +6,14 @@ import numpy
 
 import zero_c
 
+from ._arguments import options_of
+
 
 def describe(groups, names, settings):
     """Lines of text that must be the same on every rank."""
     lines = [f"{key} = {value!r}" for key, value in sorted(settings.items())]
     for number, group in enumerate(groups):
-        options = {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        options = {key: plain(value) for key, value in options_of(group).items()}
         lines.append(f"group {number}: {len(group['params'])} parameters, "
                      + ", ".join(f"{key} {value}" for key, value in sorted(options.items())))
         lines += [describe_tensor(f"parameter '{names[id(tensor)]}' of group {number}", tensor)
@@ -33,6 +35,17 @@ def plain(value):
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
+def all_texts(comm, text):
+    """The bytes that each rank gives, on every rank. Collective."""
+    lengths = comm.all_gather(numpy.array([len(text)], numpy.int64)).reshape(-1)
+    if not lengths.any():
+        return [b""] * comm.world_size
+    padded = numpy.zeros(int(lengths.max()), numpy.uint8)
+    padded[:len(text)] = numpy.frombuffer(text, numpy.uint8)
+    rows = comm.all_gather(padded).reshape(comm.world_size, -1)
+    return [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
 def compare(comm, what, lines):
     """Raises Mismatch on every rank, naming the first difference, unless all ranks pass the same lines."""
     text = "\n".join(lines).encode()
@@ -40,12 +53,9 @@ def compare(comm, what, lines):
     digests = comm.all_gather(digest).reshape(comm.world_size, -1)
     if (digests == digests[0]).all():
         return
-    lengths = comm.all_gather(numpy.array([len(text)], numpy.int64)).reshape(-1)
-    padded = numpy.zeros(int(lengths.max()), numpy.uint8)
-    padded[:len(text)] = numpy.frombuffer(text, numpy.uint8)
-    texts = comm.all_gather(padded).reshape(comm.world_size, -1)
+    texts = all_texts(comm, text)
     other = next(rank for rank in range(comm.world_size) if (digests[rank] != digests[0]).any())
-    first, second = (bytes(texts[rank][:int(lengths[rank])]).decode().split("\n") for rank in (0, other))
+    first, second = (texts[rank].decode().split("\n") for rank in (0, other))
     at = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]),
               min(len(first), len(second)))
     sides = [lines[at] if at < len(lines) else "nothing more" for lines in (first, second)]

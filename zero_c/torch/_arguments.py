@@ -66,6 +66,11 @@ def read_groups(params):
     return [read_group(group) for group in groups]
 
 
+def options_of(group):
+    """What a group says besides its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 def read_group(group):
     """One group as a new dict."""
     if not isinstance(group, dict):

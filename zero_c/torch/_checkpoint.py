@@ -5,6 +5,7 @@ import torch
 from zero_c import _blocks, _checkpoint, _loading
 
 from . import _state
+from ._arguments import options_of
 
 NAMES = {getattr(torch, name): name for name in _blocks.DTYPES}
 
@@ -31,10 +32,10 @@ def entries(opt):
         elif opt._windows is not None and id(tensor) in opt._sharded:
             entry.index = opt._sharded[id(tensor)]
         else:
-            entry.values, entry.store = as_values(tensor), lambda values: store(tensor, values)
+            entry.values, entry.store = lambda: as_values(tensor), lambda values: store(tensor, values)
         if entry.index is not None:
             strides = opt._windows.layout[id(tensor)][1] if opt._windows is not None else tensor.stride()
-            if not is_row_major(tensor.shape, strides):
+            if not torch.empty_strided(tensor.shape, strides, device="meta").is_contiguous():
                 entry.strides = tuple(strides)
         found.append(entry)
 
@@ -67,15 +68,6 @@ def persistent_buffers(module):
                 yield f"{prefix}.{key}" if prefix else key, buffer
 
 
-def is_row_major(shape, strides):
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def as_values(tensor):
     """A NumPy array with a tensor's values; bfloat16 as its bits."""
     tensor = tensor.detach().cpu().contiguous()
@@ -90,8 +82,7 @@ def store(tensor, values):
 
 def about(opt):
     """What the manifest says of the optimizer."""
-    groups = [({key: value for key, value in group.items() if key not in ("params", "param_names")}, len(group["params"]))
-              for group in opt.param_groups]
+    groups = [(options_of(group), len(group["params"])) for group in opt.param_groups]
     return _checkpoint.about(opt._optimizer, groups, opt._scale.state_dict(), opt.last_step.steps, opt._stage, opt._comm)
 
 

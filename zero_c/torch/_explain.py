@@ -1,5 +1,7 @@
 """explain(): what an optimizer has planned, in words."""
 
+from ._arguments import options_of
+
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 SHOWN_UNITS = 12
 
@@ -19,7 +21,7 @@ def lines(opt):
     if opt._frozen:
         yield f"frozen       {count(len(opt._frozen), 'parameter')}, {elements([tensor for _, tensor, _ in opt._frozen])}"
     for number, group in enumerate(opt.param_groups):
-        options = ", ".join(f"{key} {value}" for key, value in group.items() if key not in ("params", "param_names"))
+        options = ", ".join(f"{key} {value}" for key, value in options_of(group).items())
         yield f"group {number}      {count(len(group['params']), 'parameter')}: {options}"
     padding = plan["padded_elems"] - plan["elems"]
     yield (f"gradients    reduced in {count(plan['buckets'], 'bucket')} of {count(plan['spaces'], 'flat space')} (one for each dtype), "

@@ -11,10 +11,10 @@ them with zeros wherever a rank is that takes no part (csrc/engine_round.c).
 import contextlib
 import json
 
-import numpy
-
 import zero_c
 from zero_c import _checkpoint
+
+from . import _agree
 
 
 class Join:
@@ -33,15 +33,10 @@ class Join:
 
     def _meet(self, own):
         """What the ranks announce; None: no rank anything."""
-        comm = self._opt._comm
         self._opt._engine.sync("join")
-        text = json.dumps(own).encode() if own is not None else b""
-        lengths = comm.all_gather(numpy.array([len(text)], numpy.int64)).reshape(-1)
-        if not lengths.any():
+        texts = _agree.all_texts(self._opt._comm, json.dumps(own).encode() if own is not None else b"")
+        if not any(texts):
             return None
-        padded = numpy.zeros(int(lengths.max()), numpy.uint8)
-        padded[:len(text)] = numpy.frombuffer(text, numpy.uint8)
-        texts = [bytes(row[:length]) for row, length in zip(comm.all_gather(padded).reshape(comm.world_size, -1), lengths, strict=True)]
         first = next(rank for rank, other in enumerate(texts) if other)
         for rank, other in enumerate(texts):
             if other and other != texts[first]:

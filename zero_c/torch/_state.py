@@ -4,6 +4,7 @@ import torch
 
 import zero_c
 
+from ._arguments import options_of
 from ._place import as_tensor
 
 # torch's names of what the engine keeps for a parameter, by rule.
@@ -80,7 +81,7 @@ def unpack_groups(param_groups, saved):
             raise ValueError(f"group {number} of the loaded state has {len(other['params'])} parameters, the "
                              f"optimizer's has {len(group['params'])}")
     for group, other in zip(param_groups, saved, strict=True):
-        group.update({key: value for key, value in other.items() if key not in ("params", "param_names")})
+        group.update(options_of(other))
 
 
 def kept(parameter, names):

@@ -249,6 +249,7 @@ zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t gro
     } else {
         ZC_TRY(update_shards(engine));
     }
+    uint64_t rounds = engine->rounds;
     round_forget(engine);
     if (!result)
         return ZC_OK;
@@ -256,6 +257,7 @@ zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t gro
     result->norm = decided.norm;
     result->skipped = decided.skipped != 0;
     result->nonfinite = decided.nonfinite;
+    result->rounds = rounds;
     return ZC_OK;
 }
 

@@ -272,7 +272,7 @@ PyDoc_STRVAR(end_round_doc,
              "gradients of parameters that had one.");
 PyDoc_STRVAR(step_doc,
              "step(groups, *, loss_scale=1.0, max_norm=0.0, want_norm=False, skip_nonfinite=False)\n--\n\n"
-             "Updates all parameters that had a gradient on some rank; (norm, skipped, nonfinite).");
+             "Updates all parameters that had a gradient on some rank; (norm, skipped, nonfinite, rounds).");
 PyDoc_STRVAR(clip_doc,
              "clip(max_norm, norm_type=2.0, loss_scale=1.0)\n--\n\nThe norm of the averaged gradient, which the next "
              "step scales to max_norm.");

@@ -30,8 +30,8 @@ PyObject *py_engine_step(py_engine *self, PyObject *args, PyObject *keywords)
     if (!done)
         return NULL;
     Py_DECREF(done);
-    return Py_BuildValue("(dOK)", result.norm, result.skipped ? Py_True : Py_False,
-                         (unsigned long long)result.nonfinite);
+    return Py_BuildValue("(dOKK)", result.norm, result.skipped ? Py_True : Py_False,
+                         (unsigned long long)result.nonfinite, (unsigned long long)result.rounds);
 }
 
 PyObject *py_engine_clip(py_engine *self, PyObject *args, PyObject *keywords)

@@ -282,6 +282,7 @@ typedef struct zc_step_result {
     double norm;          /* of the averaged, unscaled gradient before clipping; NaN if not asked for */
     int skipped;
     uint64_t nonfinite;   /* ranks that saw an infinity or NaN in their shards of the sums */
+    uint64_t rounds;      /* backwards whose sums it used; 0 on all ranks: no rank had a gradient */
 } zc_step_result;
 
 /* Collective. Updates all parameters that had a gradient on some rank; consumes the sums. result may be NULL.

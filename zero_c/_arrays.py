@@ -169,7 +169,8 @@ class ShardedOptimizer:
         max_norm = _positive("max_grad_norm", self.max_grad_norm, optional=True)
         groups = self._core_groups()
         self._close_round()
-        norm, skipped, nonfinite = self._engine.step(groups, loss_scale=scale, max_norm=max_norm or 0.0, skip_nonfinite=skip)
+        norm, skipped, nonfinite, _ = self._engine.step(groups, loss_scale=scale, max_norm=max_norm or 0.0,
+                                                        skip_nonfinite=skip)
         self._steps += not skipped
         self.last_step = LastStep(norm if max_norm else self._clip_norm, scale, skipped, nonfinite, self._steps,
                                   self.last_step.deterministic)

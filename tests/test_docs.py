@@ -65,7 +65,7 @@ def test_programs_run(program, how, after, tmp_path):
 
 
 def test_the_first_program_learns(tmp_path):
-    program = next(FENCE.finditer((ROOT / "README.md").read_text()[:2000].split("```sh", 1)[1].split("```", 1)[1]))[3]
+    program = next(match[3] for match in FENCE.finditer((ROOT / "README.md").read_text()) if match[2] == "python")
     script = tmp_path / "train.py"
     script.write_text(program)
     done = run(["-m", "zero_c.launch", "-n", "2", str(script)], tmp_path)

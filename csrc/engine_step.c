@@ -263,8 +263,14 @@ zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t gro
     } else {
         ZC_TRY(update_shards(engine));
     }
+    engine->last_rounds = engine->rounds;
     round_forget(engine);
     return ZC_OK;
+}
+
+uint64_t zc_engine_last_rounds(const zc_engine *engine)
+{
+    return engine->last_rounds;
 }
 
 zc_status zc_engine_last_step(zc_engine *engine, zc_step_result *result)

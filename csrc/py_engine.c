@@ -276,7 +276,7 @@ PyDoc_STRVAR(end_round_doc,
              "gradients of parameters that had one.");
 PyDoc_STRVAR(step_doc,
              "step(groups, *, loss_scale=1.0, max_norm=0.0, want_norm=False, skip_nonfinite=False)\n--\n\n"
-             "Updates all parameters that had a gradient on some rank.");
+             "Updates all parameters that had a gradient on some rank; how many backwards they are the sum of.");
 PyDoc_STRVAR(wait_params_doc,
              "wait_params(indices=None)\n--\n\nWith overlap_gather: these parameters, or all, are what the last step made "
              "of them.");

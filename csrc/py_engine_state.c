@@ -24,9 +24,13 @@ PyObject *py_engine_step(py_engine *self, PyObject *args, PyObject *keywords)
     status = zc_engine_step(self->engine, groups, group_count, &step);
     Py_END_ALLOW_THREADS
     PyMem_Free(groups);
+    unsigned long long rounds = zc_engine_last_rounds(self->engine);
     PyObject *done = py_engine_finish(self, status);
     py_engine_drop_released(self);
-    return done;
+    if (!done)
+        return NULL;
+    Py_DECREF(done);
+    return PyLong_FromUnsignedLongLong(rounds);
 }
 
 PyObject *py_engine_last_step(py_engine *self, PyObject *unused)

@@ -123,7 +123,7 @@ int hook_discard_unguarded(py_hooks *self)
         if (!grad)
             return -1;
         summed++;
-        if (grad == Py_None) {
+        if (grad == Py_None || (grad != p->guard && !p->deferred)) {
             p->summed = 2;
             gone++;
         }
@@ -275,7 +275,7 @@ static int finish_round(py_hooks *self)
     for (size_t i = 0; i < self->count; i++) {
         hook_param *p = &self->params[i];
         p->summed = 1;
-        p->taken = 0;
+        p->taken = p->deferred = 0;
         if (hook_set_grad(self, i, p->guard) < 0)
             goto done;
     }
@@ -336,8 +336,12 @@ static PyObject *post_hook(PyObject *object, PyObject *const *arguments, size_t 
     py_hooks *self = hook->hooks;
     (void)arguments, (void)flags, (void)names;
 
-    if (!self || self->deferring)
+    if (!self)
         Py_RETURN_NONE;
+    if (self->deferring) {
+        self->params[hook->index].deferred = 1;
+        Py_RETURN_NONE;
+    }
     Py_INCREF(self);
     int failed = -1;
     size_t index = hook->index;

@@ -33,6 +33,7 @@ typedef struct hook_param {
     char windowed;          /* stage 3: it is at `data` only while its unit is in use */
     char summed;            /* the engine holds sums; .grad is, or should be, the guard */
     char taken;             /* the pre-hook took the guard in this round */
+    char deferred;          /* backwards inside no_sync() have added to .grad; otherwise what is there replaces the sums */
 } hook_param;
 
 typedef struct py_hooks {
@@ -115,7 +116,7 @@ extern PyType_Spec hook_call_spec, hook_round_end_spec;
 hook_call *hook_call_new(py_hooks *self, size_t index, int after);
 /* Forgets the engine's sums of a parameter, or of all (SIZE_MAX). May wait. */
 int hook_discard(py_hooks *self, size_t index);
-/* The same for those whose guard somebody removed. */
+/* The same for those whose guard somebody removed, or put a gradient of his own in place of. */
 int hook_discard_unguarded(py_hooks *self);
 /* A round without a backward: hands over what is left in .grad. May wait. */
 int hook_round_of_leftovers(py_hooks *self);

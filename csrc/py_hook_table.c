@@ -287,7 +287,7 @@ static PyObject *hooks_add(PyObject *object, PyObject *arguments)
 PyDoc_STRVAR(hooks_settle_doc,
 "settle()\n--\n\n"
 "Before anything collective that reads the sums: drops those whose guard is\n"
-"gone, and hands over gradients that were left in .grad as a round of their own.");
+"gone or was replaced, and hands over gradients that were left in .grad as a round of their own.");
 
 static PyObject *hooks_settle(PyObject *object, PyObject *ignored)
 {
@@ -386,7 +386,7 @@ static PyObject *hooks_consume(PyObject *object, PyObject *ignored)
     (void)ignored;
 
     for (size_t i = 0; i < self->count; i++) {
-        self->params[i].summed = 0;
+        self->params[i].summed = self->params[i].deferred = 0;
         if (hook_set_grad(self, i, Py_None) < 0)
             return NULL;
     }

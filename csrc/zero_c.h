@@ -290,6 +290,8 @@ typedef struct zc_step_result {
 zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t group_count, const zc_step_args *args);
 /* Local. What the last step did; before the first one, nothing. On a GPU the first call after a step waits for it. */
 zc_status zc_engine_last_step(zc_engine *engine, zc_step_result *result);
+/* Local, never waits. The backwards whose sums it used; 0 on all ranks: no rank had a gradient. */
+uint64_t zc_engine_last_rounds(const zc_engine *engine);
 /*
  * With overlap_gather step() returns while parameters still come from their owners.  These `count` parameters are right,
  * for the host or on a GPU for the engine's stream, after this; with indices NULL all of them are, and may be written:

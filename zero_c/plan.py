@@ -269,6 +269,7 @@ def _speeds(options, elements):
 
 
 def main(argv=None):
+    """The command, with these arguments (None: those of the process)."""
     made = parser()
     options = made.parse_args(argv)
     settings = {name: getattr(options, name) for name in ("optimizer", "amsgrad", "momentum", "bucket_mb", "prefetch",

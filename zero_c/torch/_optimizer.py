@@ -12,7 +12,7 @@ import zero_c
 from zero_c import _core, _gpu, _options, _saving, _weights_file
 from zero_c._last_step import LastStep
 
-from . import _agree, _arguments, _checkpoint, _join, _meta, _overlap, _place, _stage3, _state, _units
+from . import _agree, _arguments, _checkpoint, _foreign, _join, _meta, _overlap, _place, _stage3, _state, _units
 from ._scale import LossScale, is_positive
 
 
@@ -129,6 +129,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._saving = None         # a save in the background
         self._joining = None        # inside join()
         self._waits = None          # overlap_gather: see _overlap.py
+        self._stepped = False       # the last call was step(): .grad has nothing that another could use
+        self._check_writes = os.environ.get("ZERO_C_CHECK_WRITES", "0") not in ("", "0")
         config = {"stage": stage, "shared_params": bool(shared_params), "mean": self._mean}
         if bucket_mb is not None:
             config["bucket_bytes"] = max(1, int(bucket_mb * 2**20))
@@ -142,6 +144,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._waits.watch(self._index)
             weakref.finalize(self, self._waits.close)
         self.last_step = LastStep(self._engine, self._scale.value, self._comm.deterministic)
+        _foreign.watch(self)
         self._built = True
 
     # ---- construction --------------------------------------------------------
@@ -230,7 +233,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._sharded = {id(tensor): index for index, tensor in enumerate(tensors)}
         _place.make_windows(self._engine, layout, dict(zip(map(id, tensors), views, strict=True)), self._places)
         shapes = {id(tensor): (view.shape, view.stride()) for tensor, view in zip(tensors, views, strict=True)}
-        self._windows = _stage3.Runtime(self, self._engine, module, layout, self._index, shapes)
+        self._windows = _stage3.Runtime(self._engine, module, layout, self._index, shapes)
         _place.guard_state_dicts(self._windows)
         others = [tensor for tensor in module.parameters() if id(tensor) not in self._sharded]
         _place.broadcast(self._comm, others + list(module.buffers()))
@@ -267,7 +270,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return _state.views(self._engine, index, _state.roles_of(self._optimizer, self.param_groups[group]))
 
     def add_param_group(self, param_group):
-        """One more group, on all ranks together."""
+        """One more group: a dict with "params" and options, as in torch. Collective.
+
+        Mismatch if ranks add different ones; ValueError at stage 3, or for a parameter that is there already.
+        """
         if not self._built:  # called by torch.optim.Optimizer.__init__
             return super().add_param_group(param_group)
 
@@ -310,7 +316,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Backwards inside leave gradients in .grad, where autograd adds them up until one outside, or step()."""
+        """Backwards inside leave gradients in .grad, where autograd adds them up until one outside, or step().
+
+        Nothing is sent inside; each rank holds its whole gradient meanwhile, in the parameters' dtype.
+        """
         self._hooks.defer(True)
         try:
             yield
@@ -344,6 +353,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none=True):
         """Forgets all gradients: sums in the engine, and what is in .grad (which becomes None in either case)."""
         self._hooks.forget()
+        self._guards.restore()
+        self._stepped = False
         self._unscaled_by = self._clipped_norm = None
         for _, tensor, _ in self._frozen:
             if tensor.grad is None:
@@ -354,11 +365,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 tensor.grad.zero_()
 
     def scale(self, loss):
-        """The loss times the loss scale, for backward()."""
+        """The loss, a tensor of any shape, times the loss scale, for backward(). Without a loss scale: the loss itself."""
         return loss if self._scale.setting is None else loss * self._scale.value
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0, error_if_nonfinite=False):
-        """Scales the averaged gradient to a norm of at most max_norm; returns its norm before. Collective."""
+        """Scales the averaged gradient to a norm of at most max_norm; returns its norm before. Collective.
+
+        max_norm            above 0; infinity: only measures
+        norm_type           above 0, or infinity, which means the largest magnitude
+        error_if_nonfinite  True: RuntimeError on all ranks if the norm is infinite or NaN, and nothing is scaled
+        The result is a tensor of shape (), of fp32, or fp64 if any parameter is; loss scales are taken out of it.
+        """
         max_norm, norm_type = float(max_norm), float(norm_type)
         if self._joining is not None:
             self._joining.announce("clip_grad_norm_", max_norm, norm_type, error_if_nonfinite)
@@ -376,7 +393,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return torch.tensor(norm, dtype=torch.float64 if wide else torch.float32)
 
     def grad(self, p):
-        """The averaged gradient of a parameter at full shape, fp32 (fp64); None for a frozen one. Collective."""
+        """The averaged gradient of a parameter: a new tensor of its shape, fp32 (fp64), without loss scale. Collective.
+
+        Zeros if no rank had one; None for a frozen parameter; ValueError for a tensor that is no parameter of the optimizer.
+        """
         index = self._find(p)
         if index is None:
             return None
@@ -397,6 +417,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return None
         raise ValueError(f"this tensor of shape {tuple(p.shape)} is not a parameter of the optimizer")
 
+    def _has(self, p):
+        """Whether it trains this tensor, or at stage 3 keeps its values."""
+        return id(p) in (self._index if self._windows is None else self._sharded)
+
+    def _name_of(self, p):
+        return self._managed[self._index[id(p)]][0] if id(p) in self._index else self._windows.name_of(p)
+
     def _read(self, index, parameter, role, factor=1.0):
         array = _place.as_tensor(self._engine.read(index, role, factor)).to(parameter.device)
         strides = self._managed[index][2][3]
@@ -411,7 +438,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ---- the step ------------------------------------------------------------
 
     def step(self, closure=None):
-        """Updates all parameters that had a gradient on some rank. Collective."""
+        """Updates all parameters that had a gradient on some rank, and consumes the gradients. Collective.
+
+        closure     as in torch: calls backward() and returns the loss, which step() returns; without it None
+
+        opt.last_step tells what was done: norm of the averaged gradient before clipping (None if nobody asked), scale of the
+        loss, skipped, nonfinite (ranks with an infinity or NaN), steps (that were not skipped), deterministic.
+        zero_c.Error if a parameter was moved, .grad was written in place, or the gradients were consumed already.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -428,8 +462,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scale = self._loss_scale()
         if self._windows is not None:
             self._windows.before_step()
-        self._engine.step(self._core_groups(), loss_scale=scale, max_norm=self._max_grad_norm or 0.0,
-                          skip_nonfinite=bool(skip))
+        rounds = self._engine.step(self._core_groups(), loss_scale=scale, max_norm=self._max_grad_norm or 0.0,
+                                   skip_nonfinite=bool(skip))
+        if not rounds and self._stepped:
+            raise zero_c.Error(f"rank {self._comm.rank}: step() without a gradient on any rank since the last step(), which "
+                               f"consumed those there were; torch would use them again. Call backward() in between, or "
+                               f"opt.zero_grad() where a step may be without gradients")
+        self._stepped = True
         self._hooks.consume()
         if self._waits is not None:
             self._waits.steps += 1
@@ -464,14 +503,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if found is not None:
             name, parameter, _ = self._managed[found[0]]
             raise zero_c.Error(_place.replaced(name) if found[1] == "replaced" else _place.moved(name, parameter))
+        if self._guards.restore():
+            raise zero_c.Error(f"rank {self._comm.rank}: a .grad was written in place after backward (by zero_grad("
+                               f"set_to_none=False) of the module, torch's clipping, mul_() or the like), and the gradient is "
+                               f"in the engine: use opt.zero_grad(), opt.clip_grad_norm_() or max_grad_norm=; opt.grad(p) has "
+                               f"the value, and p.grad = ... replaces it")
         self._hooks.settle()
         self._adopt_unfrozen()
         self._refresh_written()
+        if self._check_writes:
+            self._compare_masters()
 
     def _refresh_written(self):
         """Masters follow 16-bit parameters that somebody wrote in place."""
         for index in self._hooks.written():
             self._engine.refresh(index)
+
+    def _compare_masters(self):
+        """For debugging: whether fp16 parameters were written behind torch's counter (through .data), which step() undoes.
+
+        A bfloat16 parameter is a part of its master, and follows.
+        """
+        for index, (name, parameter, _) in enumerate(self._managed):
+            if parameter.dtype != torch.float16 or self._windows is not None:
+                continue
+            master = self._read(index, parameter, "master").to(torch.float16)
+            if not torch.allclose(master, parameter.detach(), rtol=0, atol=0, equal_nan=True):
+                raise zero_c.Error(f"rank {self._comm.rank}: parameter '{name}' was written through .data or by another library, "
+                                   f"which its fp32 master does not see; write under torch.no_grad() (p.copy_()), or inside "
+                                   f"opt.gathered(write=True)")
 
     def _adopt_unfrozen(self):
         """Frozen parameters that have a gradient now, on any rank, are trained from here on."""
@@ -551,7 +611,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ---- looking in ----------------------------------------------------------
 
     def full_param(self, p):
-        """A copy of a parameter's value at full shape. Collective."""
+        """A copy of a parameter's value, of its shape, dtype and device. Collective. ValueError if it is none of ours."""
         if self._windows is not None:
             return self._fetch(p)
         self._find(p)
@@ -567,6 +627,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def gathered(self, *params, write=False):
         """The parameters (none given: all) at full shape, as a list of tensors. With write, rank 0's changes reach all
         ranks. Collective. At stage 3 the parameters themselves have their values inside, in memory of their own.
+        zero_c.Error at the end if something was written without write=True.
         """
         if self._windows is not None:
             with self._gathered(params, write) as tensors:
@@ -610,11 +671,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         _place.broadcast(self._comm, self._buffers.values())
 
     def memory(self):
-        """Bytes that the engine holds on this rank, by kind."""
+        """Bytes that the engine holds on this rank: {kind: bytes} and their "total". Local. Activations are not in it."""
         return self._engine.memory()
 
     def traffic(self):
-        """Calls, payload and bytes of each kind of collective since the last call."""
+        """What this rank sent since the last call: {kind: calls and elements} and "bytes". Local."""
         return self._engine.traffic()
 
     # ---- state dicts ---------------------------------------------------------
@@ -656,7 +717,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"rank is {rank!r}; legal are None, for all, and 0 to {self._comm.world_size - 1}")
 
     def load_state_dict(self, state_dict):
-        """What state_dict() or full_state_dict() gave, or the state dict of a plain torch optimizer."""
+        """Takes what state_dict() or full_state_dict() gave, or the state dict of a plain torch optimizer. Collective.
+
+        ValueError if groups differ; zero_c.CheckpointError if a local state is of other ranks, stage or bucket size.
+        """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         self._refresh_written()  # weights that were loaded before this must not displace masters later
@@ -695,7 +759,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._saving = _saving.Background(self._engine, self._comm, path, self._describe_all)
 
     def wait_saved(self):
-        """Returns when the last async_save() is on the disk. Collective."""
+        """Returns when the last async_save() is on the disk, or raises its zero_c.CheckpointError. Collective."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import gc
+import math
 
 import numpy
 import torch
@@ -147,16 +148,34 @@ def broadcast(comm, tensors):
 
 
 class Guards:
-    """NaN gradients of one element, expanded: what `.grad` shows while the engine holds the sums."""
+    """NaN gradients of one element, expanded: what `.grad` shows while the engine holds the sums.
+
+    One for each shape. The engine's sums would not notice a write to one: it is found by torch's counter of writes and,
+    on the CPU, by the value, since writes through `.data` are not counted.
+    """
 
     def __init__(self):
-        self._made = {}
+        self._made = {}  # (shape, dtype) -> the guard
+        self._elements = []  # [the element of one guard, its counter of writes]
 
     def of(self, tensor):
         key = (tensor.shape, tensor.dtype)
         if key not in self._made:
-            self._made[key] = _guard.nan_guard(tensor)
+            element = torch.full((), math.nan, dtype=tensor.dtype, device=tensor.device)
+            self._made[key] = element.expand(tensor.shape)
+            self._elements.append([element, element._version])
         return self._made[key]
+
+    def restore(self):
+        """They show NaN again; whether somebody had written to one."""
+        found = False
+        for entry in self._elements:
+            element, version = entry
+            if element._version != version or not (element.is_cuda or math.isnan(element.item())):
+                found = True
+                element.fill_(math.nan)
+                entry[1] = element._version
+        return found
 
 
 def new_hooks(engine, managed, windowed=False):

@@ -60,6 +60,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, **options)
 
     def unscale_(self, optimizer):
+        """Before clipping: gradients count as unscaled until step(). Collective. RuntimeError if called twice."""
         from ._optimizer import ShardedOptimizer
 
         if not self._enabled or not isinstance(optimizer, ShardedOptimizer):
@@ -72,6 +73,7 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer, *args, **kwargs):
+        """optimizer.step(), skipped on all ranks after an overflow on any. Collective. RuntimeError if called twice."""
         from ._optimizer import ShardedOptimizer
 
         if not self._enabled or not isinstance(optimizer, ShardedOptimizer):

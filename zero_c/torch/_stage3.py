@@ -33,7 +33,6 @@ import warnings
 import weakref
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import zero_c
 
@@ -72,24 +71,6 @@ def made_by(tensor):
     """The nodes that made a tensor and the one that it is a view of."""
     base = tensor._base if tensor._is_view() else None
     return [node for node in (tensor.grad_fn, base.grad_fn if base is not None else None) if node is not None]
-
-
-# Another optimizer must not step sharded parameters: it would change guards, or do nothing.
-_watching = []  # the handle of refuse_step, once there is a runtime
-
-
-def refuse_step(optimizer, arguments, keywords):
-    """Before the step of any torch optimizer: one of another kind has no business with sharded parameters."""
-    for runtime in _guard.runtimes:
-        if optimizer is runtime.owner():
-            continue
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in runtime.layout:
-                    raise zero_c.Error(f"rank {runtime.rank}: {type(optimizer).__name__}.step() for parameter "
-                                       f"'{runtime.name_of(parameter)}', whose values are in the shards of a "
-                                       f"ShardedOptimizer; give its group to that one, or write values inside "
-                                       f"opt.gathered(write=True)")
 
 
 class without_grad:  # noqa: N801
@@ -196,8 +177,7 @@ class TaskEnd:
 class Runtime:
     """The windows of all units of one optimizer, opened and closed as training goes."""
 
-    def __init__(self, owner, engine, module, units, trained, layout):
-        self.owner = weakref.ref(owner)  # the ShardedOptimizer
+    def __init__(self, engine, module, units, trained, layout):
         self.engine, self.units, self.rank = engine, units, engine.comm.rank
         self.device = torch.device("cpu") if engine.gpu < 0 else torch.device("cuda", engine.gpu)
         self.trained = trained  # id(parameter) -> the engine's index, of those that are not frozen
@@ -216,8 +196,6 @@ class Runtime:
         self.range_starts, self.ranges = [first for first, _, _ in ranges], ranges
         self.handles = []
         _guard.runtimes.add(self)
-        if not _watching:
-            _watching.append(register_optimizer_step_pre_hook(refuse_step))
         for unit in self.used:
             self._watch(unit, unit.module)
         # A method of the model other than forward calls its layers directly; those of units have hooks anyway.

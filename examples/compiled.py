@@ -15,7 +15,7 @@ def main():
     args = arguments(__doc__, steps=100)
     ranks = Ranks(args)
     torch.manual_seed(0)
-    model = GPT(layers=2, width=64, heads=4)
+    model = GPT(layers=1, width=64, heads=4)
     if args.ddp:
         opt = torch.optim.AdamW(model.parameters(), lr=3e-3)
         compiled = torch.compile(nn.parallel.DistributedDataParallel(model))

@@ -23,8 +23,10 @@ class Ranks:
 
     def __init__(self, args):
         self.args, self.losses = args, []
-        if args.ddp:
+        self.joins = args.ddp and not torch.distributed.is_initialized()
+        if self.joins:
             torch.distributed.init_process_group("gloo")
+        if args.ddp:
             self.rank, self.count = torch.distributed.get_rank(), torch.distributed.get_world_size()
         else:
             import zero_c
@@ -45,5 +47,5 @@ class Ranks:
         elif self.rank == 0 and results:
             print("  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
                             for name, value in results.items()))
-        if self.args.ddp:
+        if self.joins:
             torch.distributed.destroy_process_group()

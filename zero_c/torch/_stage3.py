@@ -212,6 +212,8 @@ class Runtime:
         def after(called, arguments, keywords, output):
             self.after_forward(called, arguments, keywords, output)
 
+        # Under torch.compile they run as they are, between compiled pieces: there is nothing to compile in them.
+        before, after = torch.compiler.disable(before), torch.compiler.disable(after)
         self.handles += [module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                          module.register_forward_hook(after, always_call=True, with_kwargs=True)]
 
@@ -318,7 +320,8 @@ class Runtime:
         # Under other hooks, a checkpoint's for example, it would take their tensors away.
         if self.steps == 0 and saved_tensors_hooks_now(False) is None:
             check = FirstCheck(self)
-            call.checking = torch.autograd.graph.saved_tensors_hooks(check.pack, check.unpack)
+            call.checking = torch.autograd.graph.saved_tensors_hooks(torch.compiler.disable(check.pack),
+                                                                     torch.compiler.disable(check.unpack))
             call.checking.__enter__()
 
     def after_forward(self, module, arguments, keywords, output):

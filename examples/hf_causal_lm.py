@@ -45,13 +45,13 @@ def main(argv=None):
         accelerator.clip_grad_norm_ = lambda parameters, max_norm, norm_type=2: opt.clip_grad_norm_(max_norm, norm_type)
     model, optimizer, loader = accelerator.prepare(model, opt, loader)
 
-    losses, written = [], None
+    losses, norms, written = [], [], None
     for batch, tokens in enumerate(loader):
         with accelerator.accumulate(model):
             loss = model(input_ids=tokens, labels=tokens).loss
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
             optimizer.step()
             if accelerator.sync_gradients:
                 schedule.step()
@@ -59,7 +59,7 @@ def main(argv=None):
         losses.append(loss.item())
         if batch == args.steps and comm.rank == 0:  # in the middle, and on one rank alone
             written = write(accelerator.unwrap_model(model), tokens[:1, :4])
-    return report(args, comm, losses, written)
+    return report(args, comm, losses, {"norms": norms, "written": written})
 
 
 def write(model, prompt):

@@ -41,22 +41,23 @@ def main(argv=None):
         done = int(args.resume)
         opt.load(checkpoint(args, done))  # not fabric.load: this takes any number of ranks, at any stage
 
-    losses = []
+    losses, norms = [], []
     for step, (tokens,) in enumerate(loader, 1):
         if step <= done:
             continue
         loss = module(tokens)
         fabric.backward(loss)
         if args.plain:
-            fabric.clip_gradients(module, optimizer, max_norm=0.5)
+            norm = fabric.clip_gradients(module, optimizer, max_norm=0.5)
         else:
-            opt.clip_grad_norm_(0.5)  # not of `optimizer`: that is Fabric's wrapper, which is for step() and zero_grad()
+            norm = opt.clip_grad_norm_(0.5)  # not of `optimizer`: that is Fabric's wrapper, which is for step() and zero_grad()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        norms.append(norm.item())
         if not args.plain and step == args.steps // 2:
             opt.save(checkpoint(args, step))
-    return report(args, comm, losses)
+    return report(args, comm, losses, {"norms": norms})
 
 
 def checkpoint(args, step):

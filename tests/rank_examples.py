@@ -70,3 +70,15 @@ def trainer_alone(stage, max_grad_norm, folder):
         unchanged = torch.equal(before, opt.full_param(model.transformer.wte.weight))
         return f"{type(error).__name__}: {error}", unchanged
     return "none", False
+
+
+def lightning_with_ddp(stage, folder):
+    """The error of Lightning's Trainer when it is left to use DDP."""
+    import lightning
+
+    original = lightning.Trainer
+    lightning.Trainer = lambda **options: original(**{**options, "devices": 2, "strategy": "ddp"})
+    try:
+        return error_of("lightning_trainer", ["--stage", str(stage), "--folder", folder])
+    finally:
+        lightning.Trainer = original

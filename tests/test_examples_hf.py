@@ -71,8 +71,8 @@ def test_losses_of_data_parallel(outcome, script, stage):
     values, _ = outcome(script, stage)
     expected, _ = outcome(script, None)
     numpy.testing.assert_allclose(mean_losses(values), mean_losses(expected), rtol=TOLERANCES[script])
-    if script == "hf_trainer":
-        numpy.testing.assert_allclose(values[1]["extra"]["norms"], expected[0]["extra"]["norms"], rtol=1e-5)
+    if isinstance(values[0]["extra"], dict):  # Adam hides most of what clipping does
+        numpy.testing.assert_allclose(values[1]["extra"]["norms"], expected[1]["extra"]["norms"], rtol=10 * TOLERANCES[script])
         assert max(values[1]["extra"]["norms"]) > 0.5, "nothing was clipped"
 
 
@@ -119,6 +119,13 @@ def test_wrapped_in_ddp(plain, tmp_path, script, patterns, stage):
     messages = plain.run(rank_examples.error_of, script, ["--stage", str(stage), *folder_of(script, tmp_path)], deadline=90)
     assert all(message != "none" for message in messages), messages
     assert any(re.search("|".join(patterns), message) for message in messages), messages
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_wrapped_in_ddp_by_lightning(plain, tmp_path, stage):
+    messages = plain.run(rank_examples.lightning_with_ddp, stage, str(tmp_path), deadline=90)
+    assert all(message != "none" for message in messages), messages
+    assert any(message.startswith(WRITTEN) for message in messages), messages
 
 
 def test_command_of_the_script(tmp_path):

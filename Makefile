@@ -12,7 +12,7 @@ SOURCES := setup.py pyproject.toml $(wildcard csrc/*.[ch] csrc/cuda/*)
 help:
 	@echo "make venv    environment in $(VENV): pinned requirements, zero_c built in this folder"
 	@echo "make demo    train a small language model on two ranks, at stages 0 to 3 and with DDP"
-	@echo "make test    every test (what CI runs)"
+	@echo "make test    every test (what CI runs); installs transformers, accelerate and lightning too (230 MB)"
 	@echo "make long    the tests that take minutes each"
 	@echo "make asan    C tests, and the extension under Python, with address and undefined behaviour checks"
 	@echo "make tsan    C tests with the thread sanitizer"
@@ -36,10 +36,15 @@ $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	$(RUN) -m pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
+# Other packages, for the examples that use them; torch keeps its pin.
+$(VENV)/.examples: $(VENV)/.installed requirements-examples.txt
+	$(RUN) -m pip install -q -r requirements.txt -r requirements-examples.txt
+	@touch $@
+
 demo: venv
 	$(RUN) examples/demo.py
 
-test: venv
+test: venv $(VENV)/.examples
 	$(PYTEST) tests
 
 long: venv

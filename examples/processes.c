@@ -84,7 +84,7 @@ static int step(zc_comm *comm, zc_engine *engine, int stage, const zc_options *g
     for (size_t i = PARAMS; i-- > 0;)
         if (check(zc_engine_add_grad(engine, i, grad[i])))
             return 1;
-    return check(zc_engine_step(engine, group, 1, &(zc_step_args)ZC_STEP_ARGS, NULL)) ||
+    return check(zc_engine_step(engine, group, 1, &(zc_step_args)ZC_STEP_ARGS)) ||
            check(zc_comm_all_reduce(comm, loss, 1, ZC_FLOAT32, ZC_SUM));
 }
 

@@ -50,6 +50,7 @@ def modules(model: torch.nn.Module) -> None:
     with opt.gathered(weight, write=True) as tensors:
         tensors[0].zero_()
     value: torch.Tensor = opt.full_param(weight)
+    opt.wait()
     opt.sync_buffers()
     opt.add_param_group({"params": [value]})
     opt.load_state_dict(opt.state_dict())

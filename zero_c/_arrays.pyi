@@ -1,21 +1,14 @@
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy.typing as npt
 
 from zero_c._core import Communicator, Export
+from zero_c._last_step import LastStep
 
 # An array is NumPy's, or anything with __dlpack__.
 Arrays = Sequence[Any] | Mapping[str, Any]
-
-class LastStep(NamedTuple):
-    norm: float | None
-    scale: float
-    skipped: bool
-    nonfinite: int
-    steps: int
-    deterministic: bool
 
 class ShardedOptimizer:
     comm: Communicator

@@ -1,12 +1,12 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from os import PathLike
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 
 from zero_c._core import Communicator
+from zero_c._last_step import LastStep
 
 __all__ = ["GradScaler", "ShardedOptimizer", "explain"]
 
@@ -14,8 +14,7 @@ Path = str | PathLike[str]
 Params = torch.nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    # norm: float | None, scale: float, skipped: bool, nonfinite: int, steps: int, deterministic: bool
-    last_step: SimpleNamespace
+    last_step: LastStep
     def __init__(
         self,
         params: Params,
@@ -33,6 +32,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         weights: Path | Sequence[Path] | None = None,
         init: Callable[[torch.nn.Module], object] | None = None,
         shared_params: bool = False,
+        overlap_gather: bool = False,
         deterministic: bool | None = None,
         comm: Communicator | None = None,
         **options: Any,
@@ -49,6 +49,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any: ...
     def full_param(self, p: torch.Tensor) -> torch.Tensor: ...
     def gathered(self, *params: torch.Tensor, write: bool = False) -> AbstractContextManager[list[torch.Tensor]]: ...
+    def wait(self) -> None: ...
     def sync_buffers(self) -> None: ...
     def memory(self) -> dict[str, int]: ...
     def traffic(self) -> dict[str, Any]: ...

@@ -488,8 +488,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def wait(self):
         """With overlap_gather: all parameters are up to date, and may be read and written by anybody, until the next step.
 
-        All ranks must call it, or come to a forward or another call of the optimizer. Without overlap_gather nothing is
-        ever under way.
+        Collective, but a forward or another collective call on the other ranks will do. Without overlap_gather nothing
+        is ever under way.
         """
         if self._waits is not None:
             self._waits.all()

@@ -42,7 +42,8 @@ def main(argv=None):
     loader = torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler)
 
     if args.plain:
-        torch.distributed.init_process_group("gloo")
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo")
         opt = torch.optim.AdamW(groups(model), lr=1e-3)
         parallel = torch.nn.parallel.DistributedDataParallel(model)
     else:
@@ -58,9 +59,7 @@ def main(argv=None):
         schedule.step()
         opt.zero_grad()
         losses.append(loss.item())
-    if args.plain:
-        torch.distributed.destroy_process_group()
-    elif args.save:
+    if args.save and not args.plain:
         state = opt.full_model_state_dict(rank=0)  # whole at every stage, on rank 0
         if comm.rank == 0:
             model.save_pretrained(args.save, state_dict=state)
@@ -69,3 +68,5 @@ def main(argv=None):
 
 if __name__ == "__main__":
     main()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -21,11 +21,10 @@ def run(script, arguments):
 
 
 def forget():
+    # Not torch's process group: one that is freed now and then waits, holding the GIL, for its thread that wants it.
     from accelerate.state import AcceleratorState
 
     zero_c._init.close_default()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
@@ -37,17 +36,6 @@ def saved_classifier(folder):
 
     model = BertForSequenceClassification.from_pretrained(folder)
     return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def error_of(script, arguments):
-    """The kind and text of the error that a script ends with on this rank."""
-    try:
-        run(script, arguments)
-    except (zero_c.Error, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        forget()
-    return "none"
 
 
 def trainer_alone(stage, max_grad_norm, folder):
@@ -70,15 +58,3 @@ def trainer_alone(stage, max_grad_norm, folder):
         unchanged = torch.equal(before, opt.full_param(model.transformer.wte.weight))
         return f"{type(error).__name__}: {error}", unchanged
     return "none", False
-
-
-def lightning_with_ddp(stage, folder):
-    """The error of Lightning's Trainer when it is left to use DDP."""
-    import lightning
-
-    original = lightning.Trainer
-    lightning.Trainer = lambda **options: original(**{**options, "devices": 2, "strategy": "ddp"})
-    try:
-        return error_of("lightning_trainer", ["--stage", str(stage), "--folder", folder])
-    finally:
-        lightning.Trainer = original

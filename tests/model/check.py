@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-MEMORY_MIB = 1900  # of one search; two run at a time
+MEMORY_MIB = 2000  # of one search; two run at a time
 DEPTH_STEPS = 1_000_000
 DEADLINE_S = 280
 
@@ -54,6 +54,8 @@ CASES = [
     Case("cycles", ""),
     Case("cycles", "DIVERGED", liveness=True),
     Case("order", "", quick=True),
+    Case("blocks", "N=2"),
+    Case("blocks", "N=3"),
     # Seeded faults.
     Case("operations", "FAULT_STAMP_BEFORE_DATA", ASSERTION),
     Case("operations", "FAULT_DONE_BEFORE_READ", ASSERTION),
@@ -76,6 +78,9 @@ CASES = [
     Case("cycles", "FAULT_ONE_PASS", ASSERTION),
     Case("cycles", "FAULT_ANY_SEQUENCE", ASSERTION),
     Case("cycles", "FAULT_ONE_BEAT", ASSERTION),
+    Case("blocks", "FAULT_COUNT_WHEN_UNSURE", ASSERTION),
+    Case("blocks", "FAULT_FREE_WHEN_UNSURE", ASSERTION),
+    Case("blocks", "FAULT_FREE_WITHOUT_COUNT", ASSERTION),
     Case("order", "POSTED_ORDER=RELEASE", STUCK, quick=True),
     Case("order", "SLEEPING_ORDER=RELEASE", STUCK, quick=True),
     Case("order", "POSTED_ORDER=RELAXED", ASSERTION, quick=True),
@@ -117,7 +122,7 @@ def search(case):
     errors = re.search(r"errors: (\d+)", output)
     states = re.search(r"(\d\S*) states, stored", output)
     memory = re.search(r"([\d.]+)\s+total actual memory usage", output)
-    complete = not re.search(r"search depth too small|memory|exceeded", re.sub(r"(?m)^.*memory usage.*$", "", output))
+    complete = not re.search(r"not completed|too small|out of memory|reached -D", output)
     if not errors or not states:
         found = f"no result:\n{output}"
     elif int(errors[1]):

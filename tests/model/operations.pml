@@ -14,7 +14,7 @@
  *   WORK      REGION: reduce-scatter and all-gather in turn; EXCHANGE: records; STAGING: plain arrays
  *   DEATH     one rank may die at any step
  *   DEADLINE  one rank may reach its timeout in any wait, or be told to poison the group
- *   ONLY      the rank that may do so; without it each may
+ *   ONLY      the rank that may do so; without it each may.  With both, a death comes after a timeout
  *   LEAVE     rank 0 closes before the last operation
  */
 #ifndef N
@@ -86,14 +86,19 @@ byte looked;               /* bit r: nothing that rank r could see has changed s
  * so it ends none before a word has changed.
  */
 #ifdef ONLY
-#define VICTIM (me == ONLY)
+#define CHOSEN (me == ONLY)
 #else
-#define VICTIM true
+#define CHOSEN true
+#endif
+#ifdef DEADLINE
+#define DOOMED (CHOSEN && expired) /* deaths in good times are those without DEADLINE */
+#else
+#define DOOMED CHOSEN
 #endif
 #if defined(DEATH)
 #define CHANGED looked = 0
 #define TIMER (died && !(looked & (1 << me)))
-#define MAY_DIE :: atomic { !died && VICTIM -> died = 1; dead[me] = 1; CHANGED; goto gone }
+#define MAY_DIE :: atomic { !died && DOOMED -> died = 1; dead[me] = 1; CHANGED; goto gone }
 #elif defined(LEAVE)
 #define CHANGED looked = 0
 #define TIMER (closed[0] && !(looked & (1 << me)))
@@ -449,7 +454,7 @@ inline mem_wait(tag, stamp, for_done)
 #ifdef DEADLINE
         if
         :: skip
-        :: atomic { !expired && VICTIM -> expired = 1 }; mem_fail(); break /* timed_out, or a comm_poison */
+        :: atomic { !expired && CHOSEN -> expired = 1 }; mem_fail(); break /* timed_out, or a comm_poison */
         fi;
 #endif
 #if defined(DEATH) || defined(LEAVE)
@@ -573,6 +578,11 @@ proctype Rank(byte me)
            );
     if
     :: failed                                /* the hard case for the others: it does not close now */
+#ifdef LEAVE
+    :: !failed && me != 0
+#else
+    :: !failed                               /* computes on, and calls nothing */
+#endif
     :: !failed ->
         store(closed[me], 1);                /* mem_close */
         mem_wake_members()

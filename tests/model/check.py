@@ -41,12 +41,12 @@ class Case:
 # The long ones first: two run at a time.
 CASES = [
     Case("operations", "N=3 OPS=1 DEATH"),
-    Case("operations", "N=3 OPS=1 DEATH DEADLINE ONLY=1"),
+    Case("operations", "N=3 OPS=1 WORK=STAGING DEATH DEADLINE"),
     Case("operations", "N=3 OPS=2"),
     Case("operations", "N=3 OPS=2 WORK=EXCHANGE"),
     Case("operations", "N=3 OPS=3 WORK=STAGING"),
     Case("operations", "N=3 OPS=1 DEADLINE"),
-    Case("operations", "N=3 OPS=2 LEAVE"),
+    Case("operations", "N=3 OPS=2 WORK=STAGING LEAVE"),
     *(Case("operations", f"OPS=3 WORK={work}{ends}", quick=work == "REGION" and not ends)
       for work in ("REGION", "EXCHANGE", "STAGING") for ends in ("", " DEATH", " DEADLINE", " DEATH DEADLINE", " LEAVE")),
     Case("operations", "TAGS=2 OPS=2"),
@@ -74,7 +74,7 @@ CASES = [
     Case("operations", "LEAVE FAULT_LOSS_WITHOUT_ANOTHER_LOOK", ASSERTION),
     Case("operations", "DEADLINE FAULT_ALARM_WITHOUT_WAKE", STUCK),
     Case("operations", "DEADLINE FAULT_ALARM_BEFORE_REASON", ASSERTION),
-    Case("operations", "N=3 OPS=1 DEATH DEADLINE ONLY=1 FAULT_NO_RELAY", STUCK),
+    Case("operations", "N=3 OPS=1 WORK=STAGING DEATH DEADLINE FAULT_NO_RELAY", STUCK),
     Case("cycles", "FAULT_ONE_PASS", ASSERTION),
     Case("cycles", "FAULT_ANY_SEQUENCE", ASSERTION),
     Case("cycles", "FAULT_ONE_BEAT", ASSERTION),

@@ -13,8 +13,8 @@
  *   TAGS      operations in flight at a time; ranks post them in different orders
  *   WORK      REGION: reduce-scatter and all-gather in turn; EXCHANGE: records; STAGING: plain arrays
  *   DEATH     one rank may die at any step
- *   DEADLINE  one rank may reach its timeout in any wait, or be told to poison the group
- *   ONLY      the rank that may do so; without it each may.  With both, a death comes after a timeout
+ *   DEADLINE  one rank may reach its timeout in any wait, or be told to poison the group; with
+ *             DEATH, a death comes after that
  *   LEAVE     rank 0 closes before the last operation
  */
 #ifndef N
@@ -85,15 +85,10 @@ byte looked;               /* bit r: nothing that rank r could see has changed s
  * so there it never ends one; and a second look at the same words finds the same,
  * so it ends none before a word has changed.
  */
-#ifdef ONLY
-#define CHOSEN (me == ONLY)
-#else
-#define CHOSEN true
-#endif
 #ifdef DEADLINE
-#define DOOMED (CHOSEN && expired) /* deaths in good times are those without DEADLINE */
+#define DOOMED expired /* deaths in good times are those without DEADLINE */
 #else
-#define DOOMED CHOSEN
+#define DOOMED true
 #endif
 #if defined(DEATH)
 #define CHANGED looked = 0
@@ -408,6 +403,13 @@ inline missing_members(tag, stamp)
     fi
 }
 
+/* What may be called a loss: not a peer that had done its part. */
+#ifdef LEAVE
+#define IS_LOSS(r) ((r) == 0 && round == OPS)
+#else
+#define IS_LOSS(r) (dead[r])
+#endif
+
 /* look_for_losses: closed or dead, and still missing at one more look */
 inline look_for_losses(tag, stamp, for_done)
 {
@@ -419,6 +421,7 @@ inline look_for_losses(tag, stamp, for_done)
     :: atomic { l < N && (missing & (1 << l)) && !closed[l] && !dead[l] -> l++ } /* mem_loss */
     :: atomic { l < N && (missing & (1 << l)) && (closed[l] || dead[l]) -> skip };
 #ifdef FAULT_LOSS_WITHOUT_ANOTHER_LOOK
+        assert(IS_LOSS(l));
         mem_fail();
         break
 #else
@@ -429,7 +432,7 @@ inline look_for_losses(tag, stamp, for_done)
         :: !over && !failed ->
             missing_members(tag, stamp);
             if
-            :: missing & (1 << l) -> mem_fail(); break
+            :: missing & (1 << l) -> assert(IS_LOSS(l)); mem_fail(); break
             :: !(missing & (1 << l)) -> l++
             fi
         fi
@@ -454,7 +457,7 @@ inline mem_wait(tag, stamp, for_done)
 #ifdef DEADLINE
         if
         :: skip
-        :: atomic { !expired && CHOSEN -> expired = 1 }; mem_fail(); break /* timed_out, or a comm_poison */
+        :: atomic { !expired -> expired = 1 }; mem_fail(); break /* timed_out, or a comm_poison */
         fi;
 #endif
 #if defined(DEATH) || defined(LEAVE)
@@ -571,16 +574,14 @@ proctype Rank(byte me)
         round++
     od;
     /* However early others close, and however late this rank looks, nobody fails without a reason. */
-    assert(!failed || died || expired
-#ifdef LEAVE
-           || round == OPS
+#ifndef LEAVE
+    assert(!failed || died || expired);
 #endif
-           );
     if
     :: failed                                /* the hard case for the others: it does not close now */
 #ifdef LEAVE
     :: !failed && me != 0
-#else
+#elif !defined(DEATH)
     :: !failed                               /* computes on, and calls nothing */
 #endif
     :: !failed ->

@@ -7,7 +7,7 @@ PYTEST := $(VENV)/bin/pytest -q
 # Python files are used where they lie; these ask for a new build.
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.[ch] csrc/cuda/*)
 
-.PHONY: help venv demo test long asan tsan cuda emulate bench lint clean
+.PHONY: help venv demo test long asan tsan model analyze cuda emulate bench lint clean
 
 help:
 	@echo "make venv    environment in $(VENV): pinned requirements, zero_c built in this folder"
@@ -16,6 +16,8 @@ help:
 	@echo "make long    the tests that take minutes each"
 	@echo "make asan    C tests, and the extension under Python, with address and undefined behaviour checks"
 	@echo "make tsan    C tests with the thread sanitizer"
+	@echo "make model   the shared-memory protocol, checked by spin (apt-get install spin; 4 GiB, minutes)"
+	@echo "make analyze gcc -fanalyzer and clang-tidy over the C sources; a tool that is missing is left out"
 	@echo "make cuda    the CUDA part compiled by nvcc for every architecture, without spills, with wide accesses;"
 	@echo "             what it declares of NCCL, against nccl.h where that is installed (200 MB, not a requirement:"
 	@echo "             $(VENV)/bin/pip install --no-deps 'nvidia-nccl-cu13>=2.28', or NCCL_HOME)"
@@ -60,6 +62,12 @@ asan: venv
 
 tsan: venv
 	$(PYTEST) tests/test_c.py -k "thread"
+
+model:
+	$(PYTHON) tests/model/check.py
+
+analyze: venv
+	$(RUN) tests/analyze.py
 
 cuda: venv
 	$(PYTEST) tests/test_cuda_build.py tests/test_nccl_header.py

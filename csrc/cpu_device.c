@@ -38,7 +38,7 @@ static cpu_device *of(zc_device *device)
 
 #define MAPPED_BYTES ((size_t)1 << 20) /* from this size on memory is mapped, not taken from the heap */
 #define HUGE_BYTES ((size_t)2 << 20)
-#define STAGGER_BYTES 320u             /* whole lines, and 12 steps of it fit the first page */
+#define STAGGER_BYTES ((size_t)320)    /* whole lines, and 12 steps of it fit the first page */
 #define STAGGER_STEPS 12u
 #define SMALL_ALIGN_BYTES 64u
 
@@ -405,6 +405,7 @@ static void run_update(void *context, size_t begin, size_t end)
         size_t from = span->begin < begin ? begin : span->begin, to = span->end > end ? end : span->end;
         if (!own->active || from >= to)
             continue;
+        /* Other padding only ends a run that could go on. NOLINTNEXTLINE(bugprone-suspicious-memory-comparison) */
         if (scalars && run_end == from && (own == scalars || !memcmp(own, scalars, sizeof *own))) {
             run_end = to;
             continue;

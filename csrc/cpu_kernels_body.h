@@ -55,7 +55,7 @@ static void stream_bytes(void *to, const void *from, size_t bytes)
 #if defined(__x86_64__)
     enum { LINE = 64, WIDES = LINE / sizeof(wide) };
     size_t head = (0 - (uintptr_t)to) % LINE;
-    if (bytes >= 4 * LINE) {
+    if (bytes >= 4 * (size_t)LINE) {
         memcpy(to, from, head);
         unsigned char *out = (unsigned char *)to + head;
         const unsigned char *in = (const unsigned char *)from + head;

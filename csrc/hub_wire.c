@@ -51,7 +51,7 @@ void hub_text(char *to, size_t room_bytes, const char *from, size_t bytes)
     size_t used = 0;
     while (used < bytes && used < room_bytes - 1 && from[used]) {
         unsigned char c = (unsigned char)from[used];
-        to[used++] = c < 0x20 || c == 0x7f ? '?' : (char)c;
+        to[used++] = (char)(c < 0x20 || c == 0x7f ? '?' : c);
     }
     to[used] = '\0';
 }

@@ -287,6 +287,18 @@ static void set_failed(mem_group *group, zc_status status, const char *text)
     wake_own(group->world);
 }
 
+/* The alarm of every other member, where nobody was earlier: `reporter` has written why. */
+static void raise_alarms(mem_group *group, size_t reporter)
+{
+    size_t me = group->public.rank;
+    for (size_t q = 0; q < group->public.ranks; q++) {
+        uint32_t none = 0;
+        if (q != me)
+            atomic_compare_exchange_strong(&group->area[q]->alarm, &none, (uint32_t)reporter + 1);
+    }
+    mem_wake_members(group);
+}
+
 zc_status mem_fail(mem_group *group, zc_status status, const char *format, ...)
 {
     char text[SHM_TEXT_BYTES];
@@ -299,12 +311,7 @@ zc_status mem_fail(mem_group *group, zc_status status, const char *format, ...)
     if (group->failed == ZC_OK) {
         set_failed(group, status, text);
         shm_poison_write(group->area[me], group->failed, text);
-        for (size_t q = 0; q < group->public.ranks; q++) {
-            uint32_t none = 0;
-            if (q != me)
-                atomic_compare_exchange_strong(&group->area[q]->alarm, &none, (uint32_t)me + 1);
-        }
-        mem_wake_members(group);
+        raise_alarms(group, me);
     }
     return zc_fail(status, "%s", text);
 }
@@ -323,6 +330,7 @@ zc_status mem_failure(mem_group *group)
                             mem_name(group, group->public.rank));
         snprintf(reported, sizeof reported, "rank %zu reported: %s", mem_name(group, reporter), text);
         set_failed(group, status, reported);
+        raise_alarms(group, reporter); /* the reporter may have died before it had told everyone */
     }
     return zc_fail(group->failed, "%s", group->failed_text);
 }

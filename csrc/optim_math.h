@@ -119,7 +119,7 @@ ZC_FN double optim_math_sum_value(const uint64_t words[OPTIM_SUM_WORDS], uint32_
         return ldexp((double)optim_math_bits(digits, 0), -1074);
     unsigned dropped = length - 53;
     uint64_t mantissa = optim_math_bits(digits, dropped) & ((1ull << 53) - 1);
-    int half = optim_math_bits(digits, dropped - 1) & 1;
+    int half = (int)(optim_math_bits(digits, dropped - 1) & 1);
     if (half && ((mantissa & 1) || optim_math_any_below(digits, dropped - 1)))
         mantissa++; /* 2^53 is exact too */
     return ldexp((double)mantissa, (int)dropped - 1074); /* exact, or infinity */

@@ -178,7 +178,7 @@ static PyObject *comm_exit(py_comm *self, PyObject *args)
 
 /* ---- collectives --------------------------------------------------------- */
 
-#define OP_MEAN -1
+#define OP_MEAN (-1)
 
 /* The operation of a name: 0, or -1 with an exception. OP_MEAN is done here, as a sum and a division. */
 static int parse_op(const char *name, zc_dtype dtype, int *op)

@@ -441,7 +441,7 @@ static zc_status be_guest(const shm_rendezvous *r, int fd, uint64_t deadline_ns,
     memcpy(m.text, r->token ? r->token : "", token_bytes);
     int result = transfer(r, fd, deadline_ns, &m, fds, &count, 0, 1, &status);
     while (result == 1) {
-        result = transfer(r, fd, deadline_ns, &m, fds, &count, 2 * TABLE_RANKS, 0, &status);
+        result = transfer(r, fd, deadline_ns, &m, fds, &count, sizeof fds / sizeof *fds, 0, &status);
         if (result != 1)
             break;
         for (size_t i = 0; m.kind != SHM_PACKET_TABLE && i < count; i++)

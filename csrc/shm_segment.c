@@ -158,7 +158,7 @@ zc_status shm_segment_map(int fd, uint64_t offset_bytes, uint64_t bytes, int pop
     if ((uint64_t)facts.st_size < offset_bytes || (uint64_t)facts.st_size - offset_bytes < bytes)
         return zc_fail(ZC_ECOMM, "a rank's shared memory has %llu bytes, but bytes %llu to %llu are expected in it",
                        (unsigned long long)facts.st_size, (unsigned long long)offset_bytes,
-                       (unsigned long long)(offset_bytes + bytes));
+                       (unsigned long long)offset_bytes + bytes);
     void *memory = zc_fault() ? (errno = ENOMEM, MAP_FAILED)
                               : mmap(NULL, bytes, PROT_READ | PROT_WRITE,
                                      MAP_SHARED | (populate ? MAP_POPULATE : 0), fd, (off_t)offset_bytes);

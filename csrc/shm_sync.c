@@ -123,7 +123,11 @@ static int read_wait(shm_control *control, shm_cycle_node *node, uint64_t missin
     return atomic_load(&control->wait.sequence) == node->sequence;
 }
 
-/* Breadth first, so the shortest cycle through `me`. */
+/*
+ * Breadth first, so the shortest cycle through `me`.  The first pass over it ends when every rank
+ * of it has been seen blocked; beats count from the second, which finds each still in that wait.
+ * With one pass a rank could beat twice before another of the cycle has come to its wait.
+ */
 size_t shm_cycle_find(shm_control *const *controls, size_t ranks, size_t me, shm_cycle_node *path,
                       uint32_t *scratch)
 {
@@ -150,6 +154,11 @@ size_t shm_cycle_find(shm_control *const *controls, size_t ranks, size_t me, shm
             for (size_t at = 0; at < length; at++)
                 if (!read_wait(controls[path[at].rank], &path[at], missing))
                     return 0;
+            for (size_t at = 0; at < length; at++) {
+                if (!read_wait(controls[path[at].rank], &node, missing) || node.sequence != path[at].sequence)
+                    return 0;
+                path[at].beat = node.beat;
+            }
             return length;
         }
         for (size_t next = 0; next < ranks; next++)

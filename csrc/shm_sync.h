@@ -73,7 +73,10 @@
  * Poison.  A rank that gives up writes status and text into its own group
  * block, sets the state to 2 (release), then sets the alarm of every member by
  * CAS from 0, so the first report wins, and wakes it.  A member looks only at
- * its own alarm (a line of its own that nobody writes in good times).
+ * its own alarm (a line of its own that nobody writes in good times).  Who is
+ * told passes it on in the same way: the reporter may have died between two
+ * alarms, and a rank that waits for one that was told, and so will not come,
+ * would wait until its timeout.
  *
  * Deadlock.  A rank that is blocked publishes whose *post* it lacks.  Only the
  * owner's own calls make a post, so a cycle of blocked ranks stays for ever:
@@ -81,8 +84,11 @@
  * or torn; so a cycle counts only if, at a second look, every sequence number
  * is the same, every edge still there, and every beat has grown by two.  The
  * second of those beats began after the first look, when all the ranks of the
- * cycle were already blocked, and still found the edge.  Ranks that call from
- * several threads publish no record (another thread may do the post).
+ * cycle were already blocked, and still found the edge.  (The first look notes
+ * beats only when it has seen every rank of the cycle blocked.)  Ranks that call
+ * from several threads publish no record (another thread may do the post).
+ *
+ * tests/model checks all this but declarations with spin.
  *
  * What a crash leaves behind.  No lock lives in shared memory.  Stamps are
  * written whole, and never before what they announce, so a dead rank's words

@@ -21,10 +21,9 @@ A save
      it. That is the moment at which the new checkpoint replaces the old one.
   4. Files that the manifest does not name are removed.
 Whatever happens before 3, the old checkpoint is whole. In a save in the background
-(async_save) ranks copy their parts in 2, and the rest is done by a thread of each. The
-communicator belongs to training meanwhile, so rank r tells rank 0's thread by a file
-`word-<save>-<r>` that it has written: it holds the file's lock until then, and the system
-lets go of it if the rank ends before.
+(async_save) ranks copy their parts in 2, and the rest is done by a thread of each: they
+tell rank 0's thread by files `done-<save>-<rank>` that they have written, because the
+communicator belongs to training.
 
 A load reads the manifest on rank 0, compares it with what is there on all ranks, then
 reads every block that it needs and checks it, and only when all ranks have found all
@@ -50,7 +49,7 @@ FORMAT, VERSION_OF_FORMAT = "zero_c checkpoint", 1
 MANIFEST_MOST_BYTES = 1 << 30
 FILES = ("weights", "state")
 # Names in the folder, besides the manifest's, that are ours to write and remove.
-OURS = re.compile(r"(?:(?:weights|state|blocks)-[0-9a-f]{16}\.safetensors|word-[0-9a-f]{16}-\d+|zero_c\.json\.new)\Z")
+OURS = re.compile(r"(?:(?:weights|state|blocks)-[0-9a-f]{16}\.safetensors|done-[0-9a-f]{16}-\d+(?:\.new)?|zero_c\.json\.new)\Z")
 ROLES = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 

@@ -30,8 +30,7 @@ from zero_c._core import CheckpointError, checksum
 from zero_c._version import VERSION
 
 POLL_S = 0.05
-PATIENCE_S = 600.0  # rank 0's thread waits this long for others that live, after its own part
-DONE = b"+"  # in a rank's word; anything else is what went wrong
+PATIENCE_S = 600.0  # rank 0's thread waits this long for the others' after its own part
 
 
 def describe(entry, engine):
@@ -101,7 +100,7 @@ class Saving:
         entries, self._about = describe_all()
         self._items = items_of(entries)
         self._tensors = [describe(entry, engine) for entry in entries]
-        self._lock, self._fds, self._published, self._word = None, [], False, None
+        self._lock, self._fds, self._published = None, [], False
         planned = [plan(items) for items in self._items]
         self._headers, self._sizes = ([part[k] for part in planned] for k in (0, 1))
 
@@ -214,54 +213,32 @@ class Saving:
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor too
             os.close(self._lock)
-        self._drop_word()
         self._fds, self._lock = [], None
 
     # ---- in the background
 
-    def _word_path(self, rank):
-        return self._folder / f"word-{self._save}-{rank}"
+    def done_path(self, rank):
+        return self._folder / f"done-{self._save}-{rank}"
 
-    def give_word(self):
-        """Local: a file whose lock is held until this rank has written its part, or has ended, however it ended."""
-        self._word = os.open(self._word_path(self._comm.rank), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
-        fcntl.flock(self._word, fcntl.LOCK_EX)
+    def tell_done(self, text):
+        """Rank 0's thread learns that this rank has written, or why not."""
+        path = self.done_path(self._comm.rank)
+        fresh = path.with_name(path.name + ".new")
+        fresh.write_text(text)
+        os.rename(fresh, path)
 
-    def keep_word(self, error):
-        """Rank 0's thread learns that this rank has written (None), or why not."""
-        _blocks.write_exactly(self._word, 0, DONE if error is None else error.encode())
-        self._drop_word()
-
-    def _drop_word(self):
-        if self._word is not None:
-            fcntl.flock(self._word, fcntl.LOCK_UN)  # as above
-            os.close(self._word)
-        self._word = None
-
-    def wait_for_words(self):
-        """Rank 0's thread: until all have written; CheckpointError with the sentence of one that could not, or of its end."""
+    def wait_done(self):
+        """Rank 0's thread: until all have written; CheckpointError with the sentence of one that could not."""
         end = time.monotonic() + PATIENCE_S
         for rank in range(1, self._comm.world_size):
-            with open(self._word_path(rank), "rb") as file:
-                while not is_free(file):
-                    if time.monotonic() > end:
-                        raise CheckpointError(f"rank {rank}, or a process that it has started, lives and has not written its part "
-                                              f"{PATIENCE_S:.0f} s after rank 0")
-                    time.sleep(POLL_S)
-                word = file.read()
-            if not word:
-                raise CheckpointError(f"rank {rank} ended before it had written its part; the checkpoint is the previous one")
-            if word != DONE:
-                raise CheckpointError(word.decode(errors="replace"))
-
-
-def is_free(file):
-    """Whether nobody holds a file's lock."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+            while not self.done_path(rank).exists():
+                if time.monotonic() > end:
+                    raise CheckpointError(f"rank {rank} has not written its part {PATIENCE_S:.0f} s after rank 0; it is gone, or does "
+                                          f"not see the folder")
+                time.sleep(POLL_S)
+            text = self.done_path(rank).read_text()
+            if text:
+                raise CheckpointError(text)
 
 
 def reserve(file, size):
@@ -308,13 +285,6 @@ class Background:
     def __init__(self, engine, comm, folder, describe_all):
         self._engine, self._comm, self._error, self._blocks = engine, comm, None, []
         saving, table, first = start(engine, comm, folder, describe_all, lambda saving: self._keep)
-        given = False
-        try:
-            collective(comm, saving.what, saving.give_word if comm.rank else lambda: None)
-            given = True
-        finally:
-            if not given:
-                saving.close(failed=True)
         self._thread = threading.Thread(target=self._run, args=(saving, table, first), name="zero_c save")
         self._thread.start()
 
@@ -332,9 +302,9 @@ class Background:
         self._blocks = []
         try:
             if rank:
-                saving.keep_word(self._error)
+                saving.tell_done(self._error or "")
             else:
-                saving.wait_for_words()
+                saving.wait_done()
                 if self._error is None:
                     saving.publish()
         except Exception as error:

@@ -1,6 +1,7 @@
 """What torch ranks do in test_checkpoint_torch.py: one model with everything that a checkpoint must hold, saved and loaded."""
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -340,6 +341,29 @@ def fails_in_thread(folder, stage, rank):
     opt.async_save(folder)
     opt.save(folder)
     return text, len(left), losses, len(os.listdir(folder))
+
+
+def dies_in_thread(folder):
+    """Rank 1 is killed while its thread writes: what rank 0 hears, how long that took, and what is in the folder."""
+    model, opt = build(2)
+    train(model, opt, 0, 1)
+    opt.save(folder)
+    state = everything(model, opt)
+    train(model, opt, 1, 1)
+    real = os.pwrite
+
+    def fatal(*args):
+        if threading.current_thread() is not threading.main_thread():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args)
+
+    if opt._comm.rank == 1:
+        os.pwrite = fatal  # in a process that ends
+    start = time.monotonic()
+    text = error_of(lambda: (opt.async_save(folder), opt.wait_saved()))
+    seconds = time.monotonic() - start
+    torch.save(state, kept_file(folder))
+    return text, seconds, len(os.listdir(folder))
 
 
 def forks_meanwhile(folder):

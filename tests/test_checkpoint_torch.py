@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import rank_checkpoint_torch as on_ranks  # noqa: E402
-from ranks import rank_groups  # noqa: E402
+from ranks import RankGroup, rank_groups  # noqa: E402
 
 STAGES = (0, 1, 2, 3)
 FILES = 4
@@ -157,6 +157,18 @@ def test_a_thread_that_cannot_write(groups, tmp_path, rank):
     for text, left, _, later in outcomes:
         assert text.startswith("CheckpointError") and f"rank {rank}" in text and "No space" in text, text
         assert left == later == FILES, (left, later)
+
+
+def test_a_rank_that_ends_meanwhile(groups, tmp_path):
+    folder = str(tmp_path / "here")
+    with RankGroup(2, leaks=False) as group:
+        left, lost = group.run(on_ranks.dies_in_thread, folder, check=False)
+    text, seconds, files = left.value
+    assert lost.exit_code == -9
+    assert text.startswith("PeerLost") and "rank 1" in text, text
+    assert seconds < 30  # the thread would wait 600 s for a rank that lives
+    assert files == FILES
+    groups(1).run(on_ranks.loaded, folder, 1)
 
 
 def test_a_fork_does_not_keep_the_lock(groups, tmp_path):

@@ -5,7 +5,6 @@
  */
 #include "comm.h"
 #include "cpu_kernels.h"
-#include "mem_comm.h"
 #include "together.h"
 
 #include <math.h>
@@ -849,23 +848,6 @@ static void test_poison(void)
     with_ranks(3, 20 * SECOND, poison_body);
 }
 
-/* Rank 1 dies while it tells the others: it had told rank 2 only. */
-static void test_reporter_dies_halfway(void)
-{
-    zc_comm *comms[3];
-    CHECK_OK(local_comm_create(3, 2 * SECOND, comms));
-    shm_group **area = ((mem_group *)comms[0])->area;
-    shm_poison_write(area[1], ZC_ESTATE, "the data ran out");
-    atomic_store(&area[2]->alarm, 2);
-    static const size_t in_turn[] = {2, 0}; /* rank 0 would wait for rank 2, which will not come */
-    for (size_t i = 0; i < 2; i++) {
-        CHECK_EQ(comm_barrier(comms[in_turn[i]]), ZC_ESTATE);
-        CHECK(text_has("rank 1 reported: the data ran out"));
-    }
-    for (size_t r = 0; r < 3; r++)
-        comm_close(comms[r]);
-}
-
 /* ---- several threads of one rank ---------------------------------------- */
 
 typedef struct second_thread {
@@ -1123,7 +1105,6 @@ int main(int argc, char **argv)
     RUN(test_timeout);
     RUN(test_interrupt);
     RUN(test_poison);
-    RUN(test_reporter_dies_halfway);
     RUN(test_several_threads_a_rank);
     RUN(test_close_while_waiting);
     RUN(test_faults);

@@ -56,7 +56,7 @@ class Profile:
         self._on = True
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, error, trace):
         self._on = False
         work, lost = self._engine.take_work()
         self._engine.profile(0)

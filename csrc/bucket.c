@@ -172,6 +172,7 @@ static zc_status settle(zc_engine *engine, engine_space *space, size_t b)
                                          partition_shard_elems(&space->plan, b) * space->sum_bytes));
     space->buckets[b].state = BUCKET_DONE;
     space->in_flight--;
+    profile_reduced(engine, space, b);
     if (!space->buckets[b].lent)
         return ZC_OK;
     engine_param *param = &engine->params[space->buckets[b].lender];

@@ -149,8 +149,20 @@ struct zc_comm {
     void *interrupt_context;
 };
 
+/* When this rank worked on something: CLOCK_MONOTONIC. end_ns 0: it did not. */
+typedef struct comm_times {
+    uint64_t begin_ns, end_ns;
+} comm_times;
+
 struct comm_channel {
     zc_comm *comm;
+    /*
+     * The user's, NULL or [tags * ranks], and set between calls.  An operation takes it when it is posted and notes there,
+     * before it is done, when this rank worked on it: a reduce-scatter, at tag * ranks + this rank, when it added up; an
+     * all-gather in place, at tag * ranks + q, when it copied rank q's slice.  Only by backends that do this themselves
+     * and on the CPU.
+     */
+    comm_times *times;
 };
 
 /* ---- the calls; see above for streams and tickets --------------------- */

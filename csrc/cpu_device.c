@@ -10,6 +10,7 @@
 #include "cpu_threads.h"
 #include "device.h"
 #include "device_step.h"
+#include "shm_sync.h"
 #include "strides.h"
 
 #include <pthread.h>
@@ -482,6 +483,7 @@ static const device_ops cpu_ops = {
     .synchronize = cpu_synchronize,
     .order = cpu_order,
     .destroy = cpu_destroy,
+    .now_ns = shm_now_ns,
 };
 
 zc_status cpu_device_create(int threads, zc_device **out)

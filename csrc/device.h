@@ -171,6 +171,8 @@ typedef struct device_ops {
     /* What is enqueued on `after` from now on runs after what has been enqueued on `before`. */
     zc_status (*order)(zc_device *device, zc_stream *before, zc_stream *after);
     void (*destroy)(zc_device *device);
+    /* CLOCK_MONOTONIC of the host. NULL: the work of a call may not be done when it returns, so this would not tell its time. */
+    uint64_t (*now_ns)(void);
 } device_ops;
 
 struct zc_device {

@@ -164,7 +164,8 @@ static zc_status add_space(zc_engine *engine, zc_dtype dtype, int frozen, size_t
     ZC_TRY(plan_buckets(space, engine->params));
     if (!frozen)
         ZC_TRY(plan_spans(engine, space));
-    return reserve_params(engine, space, engine->space_count - 1);
+    ZC_TRY(reserve_params(engine, space, engine->space_count - 1));
+    return engine->work ? profile_watch(engine, space) : ZC_OK;
 }
 
 /* Arrays with one entry per parameter grow with them; what they hold is kept. */
@@ -592,6 +593,7 @@ static void destroy_space(zc_engine *engine, engine_space *space)
     comm_region_free(space->window);
     comm_region_free(space->param);
     comm_channel_close(space->channel);
+    profile_free_times(engine, space);
     zc_free(space->buckets);
     zc_free(space->order);
     zc_free(space->span_first);
@@ -612,6 +614,7 @@ void zc_engine_destroy(zc_engine *engine)
     }
     for (size_t s = 0; s < engine->space_count; s++)
         destroy_space(engine, &engine->spaces[s]);
+    profile_free(engine);
     uint64_t *buffers = &engine->memory.buffers;
     release(engine, engine->segments, engine->segment_count * sizeof *engine->segments, buffers);
     release(engine, engine->scalars, engine->segment_count * sizeof *engine->scalars, buffers);

@@ -61,7 +61,7 @@ typedef struct engine_bucket {
     const void *lent;   /* this rank's slice, where a gradient lies that covers it; NULL: it was copied */
     size_t lender;      /* the parameter */
     comm_ticket ticket;
-    int gathering;      /* it is that of a gather, for which nothing has waited */
+    size_t gathering;   /* bytes of an element, if it is that of a gather, for which nothing has waited; otherwise 0 */
 } engine_bucket;
 
 typedef struct engine_param {
@@ -112,6 +112,7 @@ typedef struct engine_space {
     size_t order_count;
     device_span *spans;       /* device memory: per bucket and piece, relative to the piece */
     size_t *span_first;       /* [buckets * pieces + 1] */
+    comm_times *times;        /* the channel's, from the first profile on */
 } engine_space;
 
 typedef struct engine_turn {
@@ -204,6 +205,10 @@ struct zc_engine {
     zc_traffic traffic;
     zc_step_result last;      /* what the last step did, once last_known */
     int last_known;
+
+    zc_work *work;            /* a ring, engine_profile.c; NULL: switched off */
+    size_t work_room, work_first, work_count;
+    uint64_t work_lost;
 };
 
 #define ENGINE_HAS_MOMENTUM 1
@@ -390,5 +395,28 @@ zc_status stage3_load(zc_engine *engine, size_t index, const void *values);
 zc_status engine_create(zc_comm *comm, zc_device *device, zc_stream *stream, const zc_engine_config *config,
                         const zc_param *params, size_t count, const zc_options *groups, size_t group_count,
                         zc_engine **out);
+
+/* ---- engine_profile.c: when work was done; all but profile_watch and profile_free do nothing while it is off ---- */
+
+/* The time, for profile_note. */
+static inline uint64_t profile_now_ns(const zc_engine *engine)
+{
+    return engine->work ? engine->device->ops->now_ns() : 0;
+}
+
+/* Work that began at begin_ns is over. `number` is of a unit at ZC_WORK_GATHER, otherwise of a bucket of `space`. */
+void profile_note(zc_engine *engine, zc_work_kind kind, const engine_space *space, size_t number, size_t bytes,
+                  uint64_t begin_ns);
+
+/* What the communicator noted of an operation that is over. */
+void profile_reduced(zc_engine *engine, engine_space *space, size_t b);
+void profile_gathered(zc_engine *engine, engine_space *space, size_t b, size_t elem_bytes);
+
+/* From now on the space's channel notes times. */
+zc_status profile_watch(zc_engine *engine, engine_space *space);
+
+/* The end of the engine; and that of a space, whose channel is closed. */
+void profile_free(zc_engine *engine);
+void profile_free_times(zc_engine *engine, engine_space *space);
 
 #endif

@@ -30,7 +30,7 @@ zc_status gather_start(zc_engine *engine, engine_space *space, size_t b, comm_re
     }
     ZC_TRY(comm_all_gather(space->channel, engine->stream, SPACE_TAG_GATHER(b), region, range.begin * elem_bytes,
                            shard * elem_bytes, &space->buckets[b].ticket));
-    space->buckets[b].gathering = 1;
+    space->buckets[b].gathering = elem_bytes;
     engine->gathering++;
     return ZC_OK;
 }
@@ -40,6 +40,7 @@ static zc_status finish(zc_engine *engine, engine_space *space, size_t b)
     if (!space->buckets[b].gathering)
         return ZC_OK;
     ZC_TRY(comm_wait(space->channel, space->buckets[b].ticket, engine->stream));
+    profile_gathered(engine, space, b, space->buckets[b].gathering);
     space->buckets[b].gathering = 0;
     engine->gathering--;
     return ZC_OK;

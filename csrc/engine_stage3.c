@@ -284,6 +284,7 @@ static zc_status gather(zc_engine *engine, size_t index)
     ZC_TRY(wait_gather(engine, slot)); /* one that was made ahead in vain: two must not write to the slot at once */
     slot->owner = ZC_NO_UNIT;          /* until it is complete */
     zc_traffic_row *row = &engine->traffic.all_gather;
+    uint64_t begin_ns = profile_now_ns(engine), bytes = row->bytes;
     for (size_t k = 0; k < unit->part_count; k++) {
         const engine_part *part = &unit->parts[k];
         engine_space *space = &engine->spaces[part->space];
@@ -297,6 +298,7 @@ static zc_status gather(zc_engine *engine, size_t index)
         }
     }
     row->calls++;
+    profile_note(engine, ZC_WORK_GATHER, NULL, index, row->bytes - bytes, begin_ns);
     slot->owner = index;
     slot->generation++;
     return ZC_OK;

@@ -74,11 +74,15 @@ static zc_status add_up_stats(zc_engine *engine)
 typedef struct update_run {
     device_update_args args;
     size_t bytes; /* of memory that it touches */
+    const engine_space *space;
+    size_t first_bucket;
 } update_run;
 
 static void begin_run(const zc_engine *engine, const engine_space *space, update_run *run)
 {
     run->bytes = 0;
+    run->space = space;
+    run->first_bucket = 0;
     run->args.rule = engine->config.rule;
     run->args.param_dtype = space->dtype;
     run->args.scalars = engine->scalars;
@@ -109,6 +113,8 @@ static zc_status add_piece(zc_engine *engine, engine_space *space, update_run *r
     shard->span_count = space->span_first[row + 1] - space->span_first[row];
     shard->extent = range.end - range.begin;
     shard->param = param;
+    if (!run->args.shard_count)
+        run->first_bucket = b;
     run->bytes += shard->extent * touched_bytes(space);
     run->args.shard_count++;
     return ZC_OK;
@@ -122,11 +128,13 @@ static int is_full(const zc_engine *engine, const engine_space *space, const upd
 
 static zc_status end_run(zc_engine *engine, update_run *run)
 {
-    zc_status status = ZC_OK;
-    if (run->args.shard_count)
-        status = engine->device->ops->update(engine->device, engine->stream, &run->args);
+    uint64_t begin_ns = profile_now_ns(engine);
+    if (!run->args.shard_count)
+        return ZC_OK;
+    ZC_TRY(engine->device->ops->update(engine->device, engine->stream, &run->args));
+    profile_note(engine, ZC_WORK_UPDATE, run->space, run->first_bucket, run->bytes, begin_ns);
     run->args.shard_count = run->bytes = 0;
-    return status;
+    return ZC_OK;
 }
 
 /* This rank's slices; stages 1 and 2, and shared parameters: each run is gathered while the next one is updated. */

@@ -266,6 +266,14 @@ static zc_status check_tag(const mem_channel *channel, uint32_t tag, const char 
                    channel->tags - 1);
 }
 
+/* Where an operation notes when this rank worked on it, or NULL. Nothing is copied to a region that the ranks share. */
+static comm_times *times_of(const mem_channel *channel, uint32_t tag, const shm_desc *desc, const mem_region *region)
+{
+    int works = desc->kind == SHM_REDUCE_SCATTER ||
+                (desc->kind == SHM_ALL_GATHER && !(region->public.flags & COMM_ONE_COPY));
+    return works && channel->public.times ? channel->public.times + (size_t)tag * channel->group->public.ranks : NULL;
+}
+
 /* Posts an operation on a region and tries at once whether it can be done. */
 static zc_status post(mem_channel *channel, uint32_t tag, const shm_desc *desc, const mem_op *fields,
                       comm_ticket *ticket)
@@ -282,6 +290,7 @@ static zc_status post(mem_channel *channel, uint32_t tag, const shm_desc *desc, 
         op->to = fields->to;
         op->accumulate = fields->accumulate;
         op->flags = fields->flags;
+        op->times = times_of(channel, tag, desc, fields->region);
         if (group->public.ranks == 1) {
             mem_execute_alone(op);
         } else {

@@ -110,6 +110,7 @@ typedef struct mem_op {
     void *to;
     int accumulate;
     uint32_t *flags;
+    comm_times *times; /* [ranks] of the channel's user; NULL: nobody wants to know */
     /* exchange */
     void *records;
     size_t record_bytes;

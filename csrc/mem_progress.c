@@ -165,6 +165,18 @@ static int agrees(const mem_op *op, size_t q)
 
 /* ---- the work ---------------------------------------------------------- */
 
+/* Around work with rank q's slice: when it began, and that it is over. */
+static uint64_t begin_ns_of(const mem_op *op)
+{
+    return op->times ? shm_now_ns() : 0;
+}
+
+static void note_times(mem_op *op, size_t q, uint64_t begin_ns)
+{
+    if (op->times)
+        op->times[q] = (comm_times){begin_ns, shm_now_ns()};
+}
+
 /* Slice `slice` of `slice_bytes` that rank q shows in this operation. */
 static const char *peer_slice(const mem_op *op, size_t q, uint64_t offset_bytes, size_t slice, size_t slice_bytes)
 {
@@ -178,6 +190,7 @@ static void reduce(mem_op *op)
     zc_dtype dtype = (zc_dtype)op->desc.dtype;
     size_t slice_bytes = (size_t)op->desc.count * zc_dtype_bytes(dtype);
     const void *in[SHM_RANKS_MAX];
+    uint64_t begin_ns = begin_ns_of(op);
     for (size_t q = 0; q < ranks; q++) {
         const shm_desc *desc = q == me ? &op->desc : peer_desc(op, q);
         in[q] = desc->zero ? NULL : peer_slice(op, q, desc->offset_bytes, me, slice_bytes);
@@ -189,6 +202,7 @@ static void reduce(mem_op *op)
     cpu_mode_leave(mode);
     if (op->flags)
         *op->flags |= flags;
+    note_times(op, me, begin_ns);
 }
 
 static void add_words(mem_op *op)
@@ -221,8 +235,10 @@ static void copy_from(mem_op *op, size_t q, size_t slice, size_t bytes)
     if (!bytes || (region->public.flags & COMM_ONE_COPY))
         return;
     size_t me = op->channel->group->public.rank;
+    uint64_t begin_ns = begin_ns_of(op);
     cpu_kernels_get()->copy_stream(region->base[me] + op->desc.offset_bytes + slice * bytes,
                                    peer_slice(op, q, peer_desc(op, q)->offset_bytes, slice, bytes), bytes);
+    note_times(op, q, begin_ns);
 }
 
 static void copy_records(mem_op *op)

@@ -1,7 +1,7 @@
 /*
  * The Engine object: its lock, its life and its type.  Methods that bring values
  * in are in py_engine_params.c, steps and looking in in py_engine_state.c, units
- * in py_engine_units.c.
+ * in py_engine_units.c, times of work in py_engine_profile.c.
  *
  * Methods are those of zero_c.h, one to one; what is convenient for people is
  * built from them in Python.
@@ -297,6 +297,14 @@ PyDoc_STRVAR(store_doc,
 PyDoc_STRVAR(discard_doc,
              "discard(i=None)\n--\n\nForgets the gradient of parameter i, or of all. All ranks must do the same.");
 
+PyDoc_STRVAR(profile_doc,
+             "profile(capacity)\n--\n\nFrom now on this rank's work is noted, up to `capacity` pieces of it at a time; "
+             "0: no more.");
+PyDoc_STRVAR(take_work_doc,
+             "take_work()\n--\n\n([(kind, number, peer, bytes, begin_ns, end_ns), ...], lost): what was noted, and how much "
+             "was not for lack of room, since the last call. kind: 'reduce', 'gather', 'update'; number: of the bucket, or of "
+             "the unit that was gathered at stage 3; peer: whose slice was gathered; times of CLOCK_MONOTONIC.");
+
 static PyMethodDef engine_methods[] = {
     {"add_params", (PyCFunction)py_engine_add_params, METH_VARARGS, add_params_doc},
     {"load_param", (PyCFunction)py_engine_load_param, METH_VARARGS,
@@ -331,6 +339,8 @@ static PyMethodDef engine_methods[] = {
     {"memory", (PyCFunction)py_engine_memory, METH_NOARGS, "memory()\n--\n\nBytes this rank holds."},
     {"traffic", (PyCFunction)py_engine_traffic, METH_NOARGS, "traffic()\n--\n\nWhat was sent since the last call."},
     {"plan", (PyCFunction)py_engine_plan, METH_NOARGS, "plan()\n--\n\nSpaces, buckets and padding."},
+    {"profile", (PyCFunction)py_engine_profile, METH_O, profile_doc},
+    {"take_work", (PyCFunction)py_engine_take_work, METH_NOARGS, take_work_doc},
     {"sync", (PyCFunction)py_engine_sync, METH_VARARGS,
      "sync(what='sync')\n--\n\nReturns when all ranks have come here."},
     {"parts", (PyCFunction)py_engine_parts, METH_O,

@@ -141,4 +141,9 @@ PyObject *py_engine_use_stream(py_engine *self, PyObject *stream);
 PyObject *py_engine_load_from_device(py_engine *self, PyObject *args);
 PyObject *py_engine_copy_param(py_engine *self, PyObject *args);
 
+/* ---- py_engine_profile.c -------------------------------------------------- */
+
+PyObject *py_engine_profile(py_engine *self, PyObject *capacity);
+PyObject *py_engine_take_work(py_engine *self, PyObject *unused);
+
 #endif

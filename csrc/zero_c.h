@@ -372,6 +372,42 @@ typedef struct zc_traffic { /* since the last call; bytes: without `small` */
 } zc_traffic;
 void zc_engine_traffic(zc_engine *engine, zc_traffic *out);
 
+/*
+ * -- when this rank worked: an opt-in record, on the CPU --
+ * While it is switched on the engine notes each piece of work that this rank does: when, on what, how much.  Nothing else
+ * changes: neither what is done, nor in which order, nor any number.  The record is a ring of fixed size; what finds it
+ * full is not noted but counted.
+ */
+typedef enum zc_work_kind {
+    ZC_WORK_REDUCE = 0,     /* the gradients of all ranks are added up: this rank's slice of a bucket */
+    ZC_WORK_GATHER = 1,     /* stages 0 to 2: another rank's slice of a bucket is copied (with shared_params nothing is);
+                               stage 3: a unit is put together */
+    ZC_WORK_UPDATE = 2      /* the optimizer's formula on one slice of a bucket, or on several */
+} zc_work_kind;
+
+typedef struct zc_work {
+    uint64_t begin_ns, end_ns; /* of CLOCK_MONOTONIC, which all processes of a host share */
+    uint64_t bytes;         /* reduce, gather: as zc_traffic counts them; update: of memory that it reads and writes */
+    zc_work_kind kind;
+    uint32_t number;        /* the bucket (the first one of an update), numbered through all spaces as zc_plan counts them;
+                               of a gather at stage 3 the unit */
+    uint32_t peer;          /* gather at stages 0 to 2: whose slice; otherwise this rank */
+} zc_work;
+
+/*
+ * Local.  Notes are made from now on, in room for `capacity` of them (sizeof(zc_work) bytes each, and 16 bytes per bucket,
+ * operation and rank, all allocated here and counted in zc_memory's buffers); the record is empty.  0 switches off and
+ * forgets what was not taken.  Off, it costs a branch for each piece of work.  Work that was under way is noted if it
+ * was posted while it was on.  ZC_EINVAL on a GPU: there work is enqueued, and done at times that the host does not see.
+ */
+zc_status zc_engine_profile(zc_engine *engine, size_t capacity);
+/*
+ * Local, never waits.  The oldest notes, at most `room` of them, go to `to`, and their room is free again; how many.  A
+ * reduction or a gather is noted when the engine has seen its end.  Notes of one kind are disjoint in time, but come in
+ * any order.  *lost: the notes that there was no room for since the last call.
+ */
+size_t zc_engine_take_work(zc_engine *engine, zc_work *to, size_t room, uint64_t *lost);
+
 typedef struct zc_plan { /* sums over the spaces of all dtypes */
     uint64_t spaces, buckets, padded_elems, elems, ring_bytes;
 } zc_plan;

@@ -2,6 +2,7 @@
 parallelism, and shows what each run held, sent and reached. Writes demo_out/demo.png and demo_out/demo.json.
 
     python examples/demo.py
+    python examples/demo.py --profile trace.json --memory-png memory.png    # and a closer look at single steps
 """
 import argparse
 import importlib.util
@@ -11,6 +12,8 @@ import pathlib
 import subprocess
 import sys
 import time
+
+import timeline
 
 HERE = pathlib.Path(__file__).resolve().parent
 DDP = "ddp"
@@ -64,6 +67,10 @@ def read_lines(path, records, offset):
     return offset
 
 
+def trace_file(stage, out):
+    return out / f"run_{stage}.trace.json"
+
+
 def run(stage, args, out):
     """Trains in fresh processes; the records of each rank."""
     title = "DDP" if stage == DDP else f"stage {stage}"
@@ -71,6 +78,10 @@ def run(stage, args, out):
     for old in out.glob(f"run_{stage}.*"):
         old.unlink()
     script = ["train_gpt_ddp.py"] if stage == DDP else ["train_gpt.py", "--stage", str(stage)]
+    if stage != DDP and args.profile:
+        script += ["--profile", str(trace_file(stage, out))]
+    if stage != DDP and args.memory_png:
+        script.append("--watch-memory")
     command = [sys.executable, "-m", "zero_c.launch", "-n", str(args.ranks), str(HERE / script[0]), *script[1:],
                "--steps", str(args.steps), "--log", str(log)]
     env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONUNBUFFERED="1")
@@ -132,6 +143,7 @@ def summary(stage, logs):
                                 for kind in ("reduce_scatter", "all_gather")]) / count
         row["memory"] = ends[0]["memory"]
         row["traffic"] = ends[0]["traffic"]
+        row["memory_over_step"] = next((r["memory_over_step"] for r in logs[0] if "memory_over_step" in r), None)
     return row
 
 
@@ -200,7 +212,14 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=160, help="the same for every run, so that losses compare")
     parser.add_argument("--out", type=pathlib.Path, default=HERE.parent / "demo_out")
+    parser.add_argument("--profile", type=pathlib.Path, metavar="FILE",
+                        help="write when each rank computed, reduced, gathered and updated, in three steps of each stage: open "
+                             "FILE in chrome://tracing or ui.perfetto.dev")
+    parser.add_argument("--memory-png", type=pathlib.Path, metavar="FILE",
+                        help="draw the memory of rank 0 over one step of each stage")
     args = parser.parse_args()
+    if (args.profile or args.memory_png) and args.steps < timeline.STEPS:
+        parser.error(f"--steps is {args.steps}; --profile and --memory-png look at steps up to number {timeline.STEPS}")
     missing = [name for name in ("torch", "matplotlib", "zero_c") if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"the demo needs {', '.join(missing)} in {sys.executable}")
@@ -218,6 +237,13 @@ first loss must be the same, later ones part slowly.""")
     print("\n".join("    " + line for line in rows[3]["sample"].splitlines()))
     (args.out / "demo.json").write_text(json.dumps(rows, indent=1))
     draw(rows, args.out / "demo.png")
+    sharded = [row for row in rows if row["stage"] != DDP]
+    if args.profile:
+        timeline.merge_traces({row["stage"]: trace_file(row["stage"], args.out) for row in sharded}, args.profile)
+        print(f"\n{args.profile} written: open it in chrome://tracing or https://ui.perfetto.dev")
+    if args.memory_png:
+        timeline.draw_memory(sharded, args.memory_png)
+        print(f"\n{args.memory_png} written")
     print(f"\n{args.out / 'demo.png'} and demo.json written; {time.monotonic() - begin:.0f} s in all")
     if not all(row["same_bits"] for row in rows if row["stage"] != DDP):
         sys.exit("the stages do not agree bit for bit: this is a bug, please report it with demo.json")

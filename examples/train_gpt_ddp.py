@@ -10,6 +10,7 @@ import torch.distributed as dist
 from gpt import GPT, LibrarySource
 from meter import Meter
 from train_gpt import arguments, train
+from watch import Watch
 
 
 def main():
@@ -25,7 +26,7 @@ def main():
     parallel = torch.nn.parallel.DistributedDataParallel(model)
     opt = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     opt.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) and None)
-    train(parallel, opt, data, args.steps, meter)
+    train(parallel, opt, data, args.steps, meter, Watch())
 
     meter.finish(model)
     if rank == 0:

@@ -19,9 +19,10 @@ import zero_c.torch  # noqa: E402
 PACKAGE = Path(zero_c.__file__).parent
 PROGRAM = Path(__file__).with_name("typed_program.py")
 STUBS = {PACKAGE / "_init.pyi": zero_c._init, PACKAGE / "_last_step.pyi": zero_c._last_step,
-         PACKAGE / "_arrays.pyi": zero_c._arrays, PACKAGE / "plan.pyi": zero_c.plan,
+         PACKAGE / "_profile.pyi": zero_c._profile, PACKAGE / "_arrays.pyi": zero_c._arrays, PACKAGE / "plan.pyi": zero_c.plan,
          PACKAGE / "torch" / "__init__.pyi": zero_c.torch}
 CLASSES = {"zero_c.ShardedOptimizer": zero_c.ShardedOptimizer, "zero_c.Communicator": zero_c.Communicator,
+           "zero_c.Profile": zero_c._profile.Profile,
            "zero_c.torch.ShardedOptimizer": zero_c.torch.ShardedOptimizer, "zero_c.torch.GradScaler": zero_c.torch.GradScaler}
 
 
@@ -92,6 +93,6 @@ def test_every_public_name_is_explained():
 
 def test_help_says_who_must_call():
     """Every method of the torch optimizer says that it is collective, or is one of those that are not."""
-    local = {"scale", "no_sync", "zero_grad", "memory", "traffic", "state_dict", "join"}
+    local = {"scale", "no_sync", "zero_grad", "memory", "traffic", "profile", "state_dict", "join"}
     told = {name for name, value in public(zero_c.torch.ShardedOptimizer).items() if re.search("collective", value.__doc__, re.I)}
     assert told - {"join"} == set(public(zero_c.torch.ShardedOptimizer)) - local

@@ -31,6 +31,10 @@ def arrays() -> float | None:
     opt.load("folder")
     print(len(opt), norm, opt.grad(0).sum(), opt.param(0), opt.param_dlpack(0), opt.state(0), opt.full_state(0), opt.memory()["total"],
           opt.traffic()["bytes"])
+    with opt.profile(capacity=100) as profile:
+        opt.step()
+    longest: int = max(span.end_ns - span.begin_ns for span in profile.spans)
+    print(longest)
     return opt.last_step.norm
 
 
@@ -62,6 +66,9 @@ def modules(model: torch.nn.Module) -> None:
     opt.load("folder")
     opt.save_weights("model.safetensors")
     zero_c.torch.explain(opt)
+    with opt.profile() as profile, profile.span("forward"):
+        model(torch.ones(1))
+    profile.save("trace.json")
     scaler = zero_c.torch.GradScaler(init_scale=2.0)
     scaler.unscale_(opt)
     scaler.step(opt)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy
 
-from zero_c import _checkpoint, _gpu, _init, _loading, _options, _saving
+from zero_c import _checkpoint, _gpu, _init, _loading, _options, _profile, _saving
 from zero_c._core import Communicator, Engine, Error, GpuArray, as_array
 from zero_c._last_step import LastStep
 
@@ -200,6 +200,14 @@ class ShardedOptimizer:
     def traffic(self):
         """Calls, payload in elements and bytes of each collective since the last call."""
         return self._engine.traffic()
+
+    def profile(self, capacity=_profile.CAPACITY):
+        """Records when this rank reduces, gathers and updates, on the CPU: `with opt.profile() as profile:` around some steps,
+        in them profile.span(name) around what else is to be seen, and after them profile.save(path).
+
+        capacity    how many pieces of work it has room for; 40 bytes each
+        """
+        return _profile.Profile(self._engine, self.comm, None, capacity)
 
     # ---- checkpoints ------------------------------------------------------
 

@@ -20,7 +20,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define ZC_CUDA_PLUGIN_ABI 2u
+#define ZC_CUDA_PLUGIN_ABI 3u
 
 /* The core's: the last sentence of a thread is kept there, and faults are counted there. */
 typedef struct zc_cuda_host {

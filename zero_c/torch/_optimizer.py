@@ -9,7 +9,7 @@ import numpy
 import torch
 
 import zero_c
-from zero_c import _core, _gpu, _options, _saving, _weights_file
+from zero_c import _core, _gpu, _options, _profile, _saving, _weights_file
 from zero_c._last_step import LastStep
 
 from . import _agree, _arguments, _checkpoint, _foreign, _join, _meta, _overlap, _place, _stage3, _state, _units
@@ -677,6 +677,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def traffic(self):
         """What this rank sent since the last call: {kind: calls and elements} and "bytes". Local."""
         return self._engine.traffic()
+
+    def profile(self, capacity=_profile.CAPACITY):
+        """Records when this rank reduces, gathers and updates: `with opt.profile() as profile:` around some steps. Local.
+
+        capacity    how many pieces of work it has room for; 40 bytes each
+
+        In these steps `with profile.span("forward"):` adds what the program does itself, and after them profile.save(path)
+        writes a trace of all ranks for chrome://tracing or Perfetto. ValueError on entering it on a GPU.
+        """
+        names = [unit.name or "root" for unit in self._windows.units] if self._windows is not None else None
+        return _profile.Profile(self._engine, self._comm, names, capacity)
 
     # ---- state dicts ---------------------------------------------------------
 

@@ -11,6 +11,7 @@
 #include "device.h"
 #include "device_step.h"
 #include "strides.h"
+#include "zc_point.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -409,6 +410,7 @@ static void run_update(void *context, size_t begin, size_t end)
             run_end = to;
             continue;
         }
+        ZC_POINT("update: a run of elements");
         if (scalars)
             update_range(job, scalars, run_begin, run_end);
         scalars = own;

@@ -219,7 +219,7 @@ static void test_garbage(void)
             memcpy(packet, &magic, sizeof magic);
             bytes = 8 + 6 * 4 + 512;
             if (i % 8 == 0) {
-                uint32_t rest[6] = {1, 1, 1, 2, 0, 1};
+                uint32_t rest[6] = {2, 1, 1, 2, 0, 1};
                 memcpy(packet + 8, rest, sizeof rest);
                 packet[32] = 't';
             }

@@ -25,7 +25,7 @@
 #define MOST_FDS 4096
 
 static char folder[400];
-static char watched[MOST_FDS];
+static char watched[MOST_FDS], halved[MOST_FDS];
 static fault armed;
 static long came;
 static uint64_t *hit_ns; /* in memory that outlives this process */
@@ -101,7 +101,7 @@ static int is_watched(int fd)
 static void watch_fd(int fd, const char *path)
 {
     if (fd >= 0 && fd < MOST_FDS)
-        watched[fd] = (char)is_inside(path);
+        halved[fd] = 0, watched[fd] = (char)is_inside(path);
 }
 
 #define NEXT(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
@@ -158,7 +158,7 @@ SHOWN int close(int fd)
     return result;
 }
 
-/* Half of the bytes, then the point, then the rest, or an error. */
+/* Half of the bytes, then the point, then an error or the end; the caller comes again with the rest, which goes at once. */
 #define WRITE(name, PARAMETERS, half, whole)                        \
     SHOWN ssize_t name PARAMETERS                                   \
     {                                                               \
@@ -168,13 +168,14 @@ SHOWN int close(int fd)
             errno = ENOSPC;                                         \
             return -1;                                              \
         }                                                           \
-        ssize_t first = half;                                       \
-        if (first >= 0 && come_to("in the middle of a write")) {    \
+        ssize_t written = halved[fd] ? whole : half;                \
+        halved[fd] = !halved[fd];                                   \
+        if (halved[fd] && come_to("in the middle of a write")) {    \
             errno = ENOSPC;                                         \
             return -1;                                              \
         }                                                           \
         come_to("after write");                                     \
-        return first; /* the caller writes the rest */              \
+        return written;                                             \
     }
 
 static size_t half_of(size_t bytes)

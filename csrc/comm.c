@@ -291,7 +291,7 @@ zc_status comm_give_up(zc_comm *comm, const char *what, zc_status status)
     if (comm->ops->progress(comm) != ZC_OK) /* it has failed already, perhaps with this */
         return zc_fail(status, "%s", sentence);
     snprintf(why, sizeof why, "rank %zu failed in %s: %.900s", comm->rank, what, sentence);
-    comm_poison(comm, status, why);
+    comm_poison(comm, ZC_ECOMM, why); /* the peers have memory */
     return zc_fail(status, "%s", why);
 }
 

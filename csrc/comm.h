@@ -284,7 +284,7 @@ void comm_poison(zc_comm *comm, zc_status status, const char *why);
 
 /*
  * At the end of a call that ranks make together, with its status: if this rank alone ran out of memory or had a system
- * call fail, its peers wait for it in the middle of that call, so the group fails, and all are told what happened here.
+ * call fail, its peers wait for it in the middle of that call, so the group fails, and they get ZC_ECOMM with its sentence.
  * Other failures change nothing, or are known to all.  Returns the status, and leaves the sentence.
  */
 zc_status comm_give_up(zc_comm *comm, const char *what, zc_status status);

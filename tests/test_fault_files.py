@@ -13,7 +13,7 @@ from ranks import python_path
 from test_c import run
 
 DEADLINE_S = 500
-OPERATIONS = "construction,load,forward,backward,step,save,async_save,close"
+OPERATIONS = "construction,load,forward,backward,step,save,async_save,async_save alone,close"
 
 
 def walk(folder, *arguments):

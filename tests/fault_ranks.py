@@ -449,6 +449,7 @@ def one_fault(plan, going_on, right):
         must(plan["operation"].startswith("async_save"), "the place was not reached")
         return 1
     check_fault(plan, answers, statuses, met)
+    must(Path(plan["folder"], MANIFEST).exists(), "the last checkpoint is gone")
     if plan["fault"]["how"] not in (STOPPED, EXITED):  # these leave the files of one that was killed there
         check_quiet(*run(going_on)[:2], right)
         files_are_whole(plan["folder"])

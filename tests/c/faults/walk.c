@@ -8,8 +8,9 @@
  * is a run for every place of every rank and every manner ("some": for every point
  * once, of the first and the last rank), and after it another, of fresh ranks, which
  * goes on from the checkpoint that is there and must reach the bits of a run that
- * nothing disturbed.  JOBS runs are under way at a time.  In the end it prints what was
- * done and found, and the points that ranks came by or met their end at.
+ * nothing disturbed; but not twice from the same bytes.  JOBS runs are under way at a
+ * time.  In the end it prints what was done and found, and the points that ranks came
+ * by or met their end at.
  *
  * VARIANT: a stage, then s (shared parameters) or o (gathers that overlap), or "start".
  * MANNERS: k killed, s stopped, e exits, m no memory, g gives up, d another dies while
@@ -21,6 +22,7 @@
 #define _GNU_SOURCE
 #include "faults.h"
 
+#include "zc_hash.h"
 #include "zc_status.h"
 
 #include <errno.h>
@@ -38,6 +40,7 @@
 #define MOST_ITEMS 60000
 #define MOST_JOBS 16
 #define STOPPED_JOBS 4        /* so many for each other job */
+#define MOST_CHECKPOINTS 16
 #define TRIES_TO_HIT 4       /* for places that a run may pass by */
 
 typedef struct item {
@@ -53,6 +56,7 @@ typedef struct job {
     pid_t pids[MOST_RANKS];
     int status[MOST_RANKS], ended[MOST_RANKS];
     uint64_t start_ns;
+    uint64_t checkpoint;     /* hash of the file that is gone on from */
 } job;
 
 static const char *folder, *variant, *manners;
@@ -60,6 +64,8 @@ static size_t ranks;
 static int stage, shared, overlap, start_only, some;
 static uint64_t right_digest;
 static unsigned runs_made, jobs_numbered;
+static uint64_t gone_on_from[MOST_CHECKPOINTS];
+static size_t gone_on_count;
 static item *items;
 static size_t item_count;
 static size_t hits, misses, without_effect, never_there, retried;
@@ -365,10 +371,42 @@ static void begin_fault(job *j)
     start_ranks(j, &plan);
 }
 
+static int has_checkpoint(const script *plan)
+{
+    char path[256];
+    path_in(path, sizeof path, plan, "last");
+    return access(path, R_OK) == 0 ? 1 : is_wrong("the last checkpoint is gone");
+}
+
+/* The bytes of its checkpoint: runs are the same where these are. */
+static uint64_t hash_checkpoint(const script *plan)
+{
+    char path[256], bytes[4096];
+    uint64_t hash = ZC_HASH_START;
+    size_t count;
+    path_in(path, sizeof path, plan, "last");
+    FILE *file = fopen(path, "rb");
+    while (file && (count = fread(bytes, 1, sizeof bytes, file)) > 0)
+        hash = zc_hash(hash, bytes, count);
+    if (file)
+        fclose(file);
+    return hash;
+}
+
+static int gone_on_before(const script *plan)
+{
+    uint64_t checkpoint = hash_checkpoint(plan);
+    for (size_t k = 0; k < gone_on_count; k++)
+        if (gone_on_from[k] == checkpoint)
+            return 1;
+    return 0;
+}
+
 static void begin_going_on(job *j)
 {
     static script plan;
     plan = plain_script();
+    j->checkpoint = hash_checkpoint(j->plan);
     plan.steps = LAST_STEP;
     memcpy(plan.folder, j->plan->folder, sizeof plan.folder);
     j->going_on = 1;
@@ -383,6 +421,8 @@ static int next_phase(job *j)
     int right;
     if (j->going_on) {
         right = went_on_right(j);
+        if (right && gone_on_count < MOST_CHECKPOINTS)
+            gone_on_from[gone_on_count++] = j->checkpoint;
     } else if (!victim->fault_ns && j->of->may_miss) {
         forget_folder(j->plan);
         if (++j->tries < TRIES_TO_HIT) {
@@ -394,8 +434,8 @@ static int next_phase(job *j)
     } else if (!victim->fault_ns) {
         right = is_wrong("the place was not reached");
     } else {
-        right = fault_is_right(j);
-        if (right && !start_only && f->how != STOPPED && f->how != EXITED) { /* these leave the files of one killed there */
+        right = fault_is_right(j) && (start_only || has_checkpoint(j->plan));
+        if (right && !start_only && !gone_on_before(j->plan)) {
             begin_going_on(j);
             return 0;
         }

@@ -4,6 +4,7 @@
  * there is room.  bucket.c says why a rank that waits for room cannot be stuck.
  */
 #include "bucket.h"
+#include "zc_point.h"
 
 /* A held gradient is not needed any more. */
 zc_status bucket_let_go(zc_engine *engine, engine_space *space, engine_param *param)
@@ -94,6 +95,7 @@ static zc_status deliver(zc_engine *engine, engine_param *param, int may_wait, i
         ZC_TRY(bucket_fill_part(engine, space, b, param, param->grad));
         space->buckets[b].has_data = 1;
         param->next_bucket++;
+        ZC_POINT("gradient: a part is taken");
         ZC_TRY(part_arrived(engine, space, b));
     }
     return ZC_OK;
@@ -174,8 +176,10 @@ static zc_status accept(zc_engine *engine, size_t index, const void *grad, void 
 
 zc_status zc_engine_offer_grad(zc_engine *engine, size_t index, const void *grad, void *owner, int *outcome)
 {
-    ZC_TRY(accept(engine, index, grad, owner, outcome));
-    return bucket_progress(engine, &engine->spaces[engine->params[index].space]);
+    zc_status status = accept(engine, index, grad, owner, outcome);
+    if (status == ZC_OK)
+        status = bucket_progress(engine, &engine->spaces[engine->params[index].space]);
+    return engine_end_call(engine, "backward", status);
 }
 
 /* The caller takes its memory back: keep a copy until there is room. */
@@ -206,10 +210,12 @@ static zc_status keep_copy(zc_engine *engine, engine_param *param)
 zc_status zc_engine_add_grad(zc_engine *engine, size_t index, const void *grad)
 {
     int outcome = ZC_GRAD_TAKEN;
-    ZC_TRY(accept(engine, index, grad, NULL, &outcome));
-    if (outcome == ZC_GRAD_HELD)
-        ZC_TRY(keep_copy(engine, &engine->params[index]));
-    return bucket_progress(engine, &engine->spaces[engine->params[index].space]);
+    zc_status status = accept(engine, index, grad, NULL, &outcome);
+    if (status == ZC_OK && outcome == ZC_GRAD_HELD)
+        status = keep_copy(engine, &engine->params[index]);
+    if (status == ZC_OK)
+        status = bucket_progress(engine, &engine->spaces[engine->params[index].space]);
+    return engine_end_call(engine, "backward", status);
 }
 
 void *zc_engine_take_released(zc_engine *engine)

@@ -4,6 +4,7 @@
  */
 #include "comm.h"
 
+#include <stdio.h>
 #include <string.h>
 
 /* Whether count elements fit behind offset in a region, in all `parts` parts. */
@@ -279,6 +280,19 @@ zc_status comm_split(zc_comm *comm, int64_t color, zc_comm **out)
 void comm_poison(zc_comm *comm, zc_status status, const char *why)
 {
     comm->ops->poison(comm, status, why ? why : zc_status_text(status));
+}
+
+zc_status comm_give_up(zc_comm *comm, const char *what, zc_status status)
+{
+    char sentence[1024], why[1024];
+    if ((status != ZC_ENOMEM && status != ZC_ESYSTEM) || comm->ranks == 1)
+        return status;
+    snprintf(sentence, sizeof sentence, "%s", zc_last_error());
+    if (comm->ops->progress(comm) != ZC_OK) /* it has failed already, perhaps with this */
+        return zc_fail(status, "%s", sentence);
+    snprintf(why, sizeof why, "rank %zu failed in %s: %.900s", comm->rank, what, sentence);
+    comm_poison(comm, ZC_ECOMM, why); /* the peers have memory */
+    return zc_fail(status, "%s", why);
 }
 
 void comm_close(zc_comm *comm)

@@ -294,6 +294,13 @@ zc_status comm_split(zc_comm *comm, int64_t color, zc_comm **out);
 /* Makes every later operation of the group fail on all ranks with this status and sentence. */
 void comm_poison(zc_comm *comm, zc_status status, const char *why);
 
+/*
+ * At the end of a call that ranks make together, with its status: if this rank alone ran out of memory or had a system
+ * call fail, its peers wait for it in the middle of that call, so the group fails, and they get ZC_ECOMM with its sentence.
+ * Other failures change nothing, or are known to all.  Returns the status, and leaves the sentence.
+ */
+zc_status comm_give_up(zc_comm *comm, const char *what, zc_status status);
+
 /* Local, never waits: peers that wait for this rank get ZC_EPEERLOST. Frees comm. NULL is allowed. */
 void comm_close(zc_comm *comm);
 

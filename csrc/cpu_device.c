@@ -12,6 +12,7 @@
 #include "device_step.h"
 #include "shm_sync.h"
 #include "strides.h"
+#include "zc_point.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -411,6 +412,7 @@ static void run_update(void *context, size_t begin, size_t end)
             run_end = to;
             continue;
         }
+        ZC_POINT("update: a run of elements");
         if (scalars)
             update_range(job, scalars, run_begin, run_end);
         scalars = own;

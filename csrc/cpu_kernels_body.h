@@ -12,6 +12,7 @@
  * ranks or tiles, gcc would interchange the two and lose the vectors.
  */
 #include "cpu_kernels.h"
+#include "zc_point.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -75,6 +75,7 @@
             stream &= in[k] != to;                                                                    \
         for (size_t at = 0; at < count; at += TILE) {                                                 \
             REAL first[TILE], next[TILE], result[TILE];                                               \
+            ZC_POINT("reduce: a tile");                                                               \
             size_t n = tile_elems(at, count);                                                         \
             REAL *out = stream ? result : to + at;                                                    \
             const REAL *sum = operand_##SUFFIX(in[0], at, n, dtype, first);                           \

@@ -10,6 +10,7 @@
  * two copies of the model.
  */
 #include "engine.h"
+#include "zc_point.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -65,6 +66,29 @@ static size_t kept_bytes(const zc_engine *engine, const engine_space *space)
     return elems * space->elem_bytes;
 }
 
+/* ---- what fails on all ranks, and on one ------------------------------------ */
+
+zc_status engine_end_call(zc_engine *engine, const char *what, zc_status status)
+{
+    int agreed = engine->agreed;
+    engine->agreed = 0;
+    return agreed ? status : comm_give_up(engine->comm, what, status);
+}
+
+static zc_status open_channel(zc_engine *engine, const char *name, uint32_t tags, comm_channel **out)
+{
+    zc_status status = comm_channel_open(engine->comm, name, tags, out);
+    engine->agreed = status != ZC_OK;
+    return status;
+}
+
+static zc_status alloc_region(zc_engine *engine, comm_channel *channel, size_t bytes, unsigned flags, comm_region **out)
+{
+    zc_status status = comm_region_alloc(channel, bytes, flags, out);
+    engine->agreed = status != ZC_OK;
+    return status;
+}
+
 /* ---- reserve: memory of spaces and of what is kept per parameter ----------- */
 
 /* The parameters' memory: as much as is loaded into it. */
@@ -75,9 +99,9 @@ static zc_status reserve_params(zc_engine *engine, engine_space *space, size_t n
     size_t kept = kept_bytes(engine, space);
     comm_channel *home;
     snprintf(name, sizeof name, "space %zu", number);
-    ZC_TRY(comm_channel_open(engine->comm, name, (uint32_t)(2 * space->plan.buckets + 1), &space->channel));
+    ZC_TRY(open_channel(engine, name, (uint32_t)(2 * space->plan.buckets + 1), &space->channel));
     home = engine->config.stage == 3 ? engine->gathers : space->channel;
-    ZC_TRY(comm_region_alloc(home, kept, COMM_GROWS | shared, &space->param));
+    ZC_TRY(alloc_region(engine, home, kept, COMM_GROWS | shared, &space->param));
     engine->memory.parameters += engine->config.shared_params ? kept / engine->comm->local_ranks : kept;
     return ZC_OK;
 }
@@ -101,16 +125,16 @@ static zc_status reserve_rest(zc_engine *engine, engine_space *space)
     engine->memory.buffers += reserved;
     if (stage == 1) {
         space->slots = space->plan.buckets;
-        ZC_TRY(comm_region_alloc(space->channel, total * space->elem_bytes, 0, &space->window));
+        ZC_TRY(alloc_region(engine, space->channel, total * space->elem_bytes, 0, &space->window));
         engine->memory.gradients += total * space->elem_bytes;
     } else {
         space->slots = space->plan.buckets < engine->config.ring_slots ? space->plan.buckets
                                                                        : engine->config.ring_slots;
-        ZC_TRY(comm_region_alloc(space->channel, space->slots * space->slot_bytes, 0, &space->window));
+        ZC_TRY(alloc_region(engine, space->channel, space->slots * space->slot_bytes, 0, &space->window));
         engine->memory.buffers += space->slots * space->slot_bytes;
     }
     if (stage == 0) {
-        ZC_TRY(comm_region_alloc(space->channel, total * space->sum_bytes, 0, &space->full_sums));
+        ZC_TRY(alloc_region(engine, space->channel, total * space->sum_bytes, 0, &space->full_sums));
         engine->memory.gradients += total * space->sum_bytes;
     }
     if (stage >= 2)
@@ -204,7 +228,7 @@ static zc_status grow_segments(zc_engine *engine, size_t before)
         engine->stats_sum = NULL;
         engine->stats = NULL;
     }
-    ZC_TRY(comm_region_alloc(engine->control, stats_bytes, 0, &engine->stats));
+    ZC_TRY(alloc_region(engine, engine->control, stats_bytes, 0, &engine->stats));
     engine->stats_words = stats_bytes / sizeof(uint64_t);
     engine->memory.buffers += stats_bytes;
     return engine_alloc(engine, stats_bytes, &engine->memory.buffers, &engine->stats_sum);
@@ -251,6 +275,9 @@ zc_status zc_engine_prepare(zc_engine *engine, const zc_options *groups, size_t 
     return engine_ensure_state(engine, groups);
 }
 
+static zc_status load_param(zc_engine *engine, size_t index, const void *values);
+static zc_status publish(zc_engine *engine);
+
 static zc_status register_params(zc_engine *engine, const zc_param *params, size_t count, const zc_options *groups,
                                  size_t group_count)
 {
@@ -292,8 +319,8 @@ static zc_status register_params(zc_engine *engine, const zc_param *params, size
     if (!all_given)
         return ZC_OK;
     for (size_t i = count; i-- > 0;)
-        ZC_TRY(zc_engine_load_param(engine, before + i, params[i].initial));
-    return zc_engine_publish(engine);
+        ZC_TRY(load_param(engine, before + i, params[i].initial));
+    return publish(engine);
 }
 
 zc_status engine_create(zc_comm *comm, zc_device *device, zc_stream *stream, const zc_engine_config *config,
@@ -305,7 +332,7 @@ zc_status engine_create(zc_comm *comm, zc_device *device, zc_stream *stream, con
     *out = NULL;
     if (!engine) {
         device->ops->destroy(device);
-        return zc_fail(ZC_ENOMEM, "no memory for an engine");
+        return comm_give_up(comm, "construction", zc_fail(ZC_ENOMEM, "no memory for an engine"));
     }
     engine->comm = comm;
     engine->device = device;
@@ -330,17 +357,18 @@ zc_status engine_create(zc_comm *comm, zc_device *device, zc_stream *stream, con
     if (engine->config.ring_slots == 0)
         engine->config.ring_slots = engine_is_ordered(engine) ? 3 : 16;
     if (status == ZC_OK)
-        status = comm_channel_open(comm, "engine", CONTROL_TAGS, &engine->control);
+        status = open_channel(engine, "engine", CONTROL_TAGS, &engine->control);
     if (status == ZC_OK)
         status = engine_compare(engine, params, count, groups, group_count);
     if (status == ZC_OK && config->stage == 3)
-        status = comm_channel_open(comm, "gathers", UNIT_TAGS, &engine->gathers);
+        status = open_channel(engine, "gathers", UNIT_TAGS, &engine->gathers);
     if (status == ZC_OK)
         status = engine_alloc(engine, sizeof *engine->result, &engine->memory.buffers, &engine->result);
     if (status == ZC_OK)
         status = engine_alloc(engine, sizeof *engine->flags, &engine->memory.buffers, &engine->flags);
     if (status == ZC_OK)
         status = register_params(engine, params, count, groups, group_count);
+    status = engine_end_call(engine, "construction", status);
     if (status != ZC_OK) {
         zc_engine_destroy(engine);
         return status;
@@ -364,9 +392,12 @@ zc_status zc_engine_add_params(zc_engine *engine, const zc_param *params, size_t
     if (engine->round_open && !engine->round_aborted)
         return zc_fail(ZC_ESTATE, "rank %zu: parameters cannot be added between a backward's first gradient and its "
                        "end; add them before backward or after step()", engine->rank);
-    ZC_TRY(round_meet(engine, MEET_ADD, 0, "add parameters"));
-    ZC_TRY(engine_compare(engine, params, count, groups, group_count));
-    return register_params(engine, params, count, groups, group_count);
+    zc_status status = round_meet(engine, MEET_ADD, 0, "add parameters");
+    if (status == ZC_OK)
+        status = engine_compare(engine, params, count, groups, group_count);
+    if (status == ZC_OK)
+        status = register_params(engine, params, count, groups, group_count);
+    return engine_end_call(engine, "add parameters", status);
 }
 
 /* ---- loading ------------------------------------------------------------- */
@@ -409,16 +440,21 @@ static zc_status load_whole(zc_engine *engine, size_t index, const void *values,
     return copy(engine->device, engine->stream, zc_engine_param(engine, index), values, param_bytes(engine, index));
 }
 
-zc_status zc_engine_load_param(zc_engine *engine, size_t index, const void *values)
+static zc_status load_param(zc_engine *engine, size_t index, const void *values)
 {
-    if (index >= engine->param_count)
-        return zc_fail(ZC_EINVAL, "parameter %zu of %zu", index, engine->param_count);
     if (!engine->params[index].elems)
         return ZC_OK;
     if (engine->config.stage != 3)
         return load_whole(engine, index, values, engine->device->ops->upload);
     ZC_TRY(grow_for(engine, &engine->params[index]));
     return stage3_load(engine, index, values);
+}
+
+zc_status zc_engine_load_param(zc_engine *engine, size_t index, const void *values)
+{
+    if (index >= engine->param_count)
+        return zc_fail(ZC_EINVAL, "parameter %zu of %zu", index, engine->param_count);
+    return engine_end_call(engine, "loading", load_param(engine, index, values));
 }
 
 /* Stage 3: rank 0's values are sent around by the hosts. */
@@ -430,9 +466,7 @@ static zc_status load_through_host(zc_engine *engine, size_t index, const void *
                             : zc_fail(ZC_ENOMEM, "rank %zu: no memory to load %s", engine->rank,
                                       engine_param_name(engine, index));
     if (status == ZC_OK)
-        status = zc_engine_load_param(engine, index, host);
-    else /* the peers are on their way into a broadcast */
-        comm_poison(engine->comm, status, zc_last_error());
+        status = load_param(engine, index, host);
     zc_free(host);
     return status;
 }
@@ -443,9 +477,10 @@ zc_status zc_engine_load_from_device(zc_engine *engine, size_t index, const void
         return zc_fail(ZC_EINVAL, "parameter %zu of %zu", index, engine->param_count);
     if (!engine->params[index].elems)
         return ZC_OK;
-    if (engine->config.stage == 3)
-        return load_through_host(engine, index, values);
-    return load_whole(engine, index, values, engine->device->ops->copy);
+    return engine_end_call(engine, "loading",
+                           engine->config.stage == 3
+                               ? load_through_host(engine, index, values)
+                               : load_whole(engine, index, values, engine->device->ops->copy));
 }
 
 zc_status zc_engine_copy_param(zc_engine *engine, size_t index, void *to)
@@ -480,7 +515,7 @@ zc_status zc_engine_order(zc_engine *engine, void *stream)
 
 /* ---- the end of loading ------------------------------------------------------ */
 
-zc_status zc_engine_publish(zc_engine *engine)
+static zc_status publish(zc_engine *engine)
 {
     for (size_t s = 0; s < engine->space_count; s++) {
         engine_space *space = &engine->spaces[s];
@@ -489,6 +524,7 @@ zc_status zc_engine_publish(zc_engine *engine)
             continue;
         ZC_TRY(comm_region_grow(space->param, bytes));
         space->grown_bytes = SIZE_MAX;
+        ZC_POINT("construction: parameters are there");
         ZC_TRY(reserve_rest(engine, space));
         if (engine->config.stage == 3)
             continue; /* rank 0's values were sent around when they were loaded */
@@ -507,8 +543,14 @@ zc_status zc_engine_publish(zc_engine *engine)
             ZC_TRY(comm_wait(space->channel, space->buckets[b].ticket, engine->stream));
     }
     ZC_TRY(zc_engine_refresh(engine, SIZE_MAX));
+    ZC_POINT("construction: values are here");
     engine->loading = 0;
     return engine->config.stage == 3 ? stage3_written(engine, "construction") : ZC_OK;
+}
+
+zc_status zc_engine_publish(zc_engine *engine)
+{
+    return engine_end_call(engine, "construction", publish(engine));
 }
 
 zc_status engine_check_loaded(const zc_engine *engine)
@@ -592,6 +634,7 @@ static void destroy_space(zc_engine *engine, engine_space *space)
     comm_region_free(space->full_sums);
     comm_region_free(space->window);
     comm_region_free(space->param);
+    ZC_POINT("destruction: regions let go");
     comm_channel_close(space->channel);
     profile_free_times(engine, space);
     zc_free(space->buckets);
@@ -604,6 +647,7 @@ void zc_engine_destroy(zc_engine *engine)
 {
     if (!engine)
         return;
+    ZC_POINT("destruction: begins");
     gather_finish(engine); /* or the group has failed, and nobody reads any more */
     engine->device->ops->synchronize(engine->device, engine->stream);
     for (size_t i = 0; i < engine->param_count; i++) {
@@ -626,6 +670,7 @@ void zc_engine_destroy(zc_engine *engine)
     comm_channel_close(engine->gathers); /* first: nothing that is still under way may write to slots */
     stage3_release(engine);
     comm_channel_close(engine->control);
+    ZC_POINT("destruction: channels let go");
     engine->device->ops->destroy(engine->device);
     zc_free(engine->sequence);
     zc_free(engine->released);

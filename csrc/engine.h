@@ -167,6 +167,7 @@ struct zc_engine {
     int state_flags;          /* ENGINE_HAS_*: arrays that exist, or will with the spaces that are loaded now */
     uint64_t number;          /* the same on all ranks, and of no other engine of this communicator */
     int loading;              /* parameters were registered, and not published yet */
+    int agreed;               /* the failure of the call under way is all ranks', who have agreed on it */
 
     engine_unit *units;       /* stage 3 */
     size_t unit_count;
@@ -269,6 +270,12 @@ static inline void *engine_at(void *array, size_t elem, size_t elem_bytes)
 
 /* Device memory, zero-filled, counted in *account. */
 zc_status engine_alloc(zc_engine *engine, size_t bytes, uint64_t *account, void *out);
+
+/*
+ * Every call that ranks make together ends with it: peers must not wait for what failed on this rank alone.  Where
+ * memory for all is refused by agreement, nobody waits, and the group stays whole.
+ */
+zc_status engine_end_call(zc_engine *engine, const char *what, zc_status status);
 
 /* ZC_ESTATE between registering parameters and zc_engine_publish. */
 zc_status engine_check_loaded(const zc_engine *engine);

@@ -17,6 +17,7 @@
  * gradient.  A rank that wants to do something alone waits for all of it before.
  */
 #include "engine.h"
+#include "zc_point.h"
 
 zc_status gather_start(zc_engine *engine, engine_space *space, size_t b, comm_region *region, size_t elem_bytes)
 {
@@ -40,6 +41,7 @@ static zc_status finish(zc_engine *engine, engine_space *space, size_t b)
     if (!space->buckets[b].gathering)
         return ZC_OK;
     ZC_TRY(comm_wait(space->channel, space->buckets[b].ticket, engine->stream));
+    ZC_POINT("gather: a bucket is here");
     profile_gathered(engine, space, b, space->buckets[b].gathering);
     space->buckets[b].gathering = 0;
     engine->gathering--;
@@ -77,7 +79,7 @@ zc_status zc_engine_wait_params(zc_engine *engine, const size_t *indices, size_t
     return ZC_OK;
 }
 
-zc_status zc_engine_spread(zc_engine *engine)
+static zc_status spread(zc_engine *engine)
 {
     ZC_TRY(round_meet(engine, MEET_STORE, SIZE_MAX, "loading"));
     ZC_TRY(stage3_settle(engine));
@@ -87,4 +89,9 @@ zc_status zc_engine_spread(zc_engine *engine)
         for (size_t b = 0; b < engine->spaces[s].plan.buckets; b++)
             ZC_TRY(gather_start(engine, &engine->spaces[s], b, engine->spaces[s].param, engine->spaces[s].elem_bytes));
     return gather_finish(engine);
+}
+
+zc_status zc_engine_spread(zc_engine *engine)
+{
+    return engine_end_call(engine, "loading", spread(engine));
 }

@@ -6,6 +6,7 @@
  * the ranks' parts of a parameter cover each element once.
  */
 #include "engine.h"
+#include "zc_point.h"
 
 /* Where [begin, end) of a parameter is in its space; ZC_EINVAL unless it is a range of it. */
 static zc_status locate(const zc_engine *engine, size_t index, size_t begin, size_t end, partition_range *range)
@@ -78,6 +79,7 @@ zc_status zc_engine_read_part(zc_engine *engine, size_t index, zc_role role, siz
     ZC_TRY(own_bucket(engine, index, range, &bucket));
     engine_space *space = &engine->spaces[engine->params[index].space];
     ZC_TRY(gather_finish(engine));
+    ZC_POINT("part: to be read");
     if (role == ZC_ROLE_WEIGHT)
         return engine->device->ops->download(engine->device, engine->stream, to,
                                              engine_param_at(engine, space, bucket, range.begin),
@@ -92,6 +94,7 @@ zc_status zc_engine_write_part(zc_engine *engine, size_t index, zc_role role, si
     partition_range range = {0, 0};
     size_t bucket;
     ZC_TRY(check_part(engine, index, role, begin, end, &range));
+    ZC_POINT("part: to be written");
     if (begin == end)
         return ZC_OK;
     if (role != ZC_ROLE_WEIGHT)

@@ -63,6 +63,7 @@
  *   any wait makes progress on all, and a wait inside a backward is bounded.
  */
 #include "engine.h"
+#include "zc_point.h"
 
 #include <stdio.h>
 
@@ -180,7 +181,9 @@ static zc_status close_round(zc_engine *engine, const meet_record *records, cons
     }
     if (!engine->round_open)
         ZC_TRY(round_begin(engine));
+    ZC_POINT("round: all have ended it");
     ZC_TRY(bucket_flush(engine, NULL, NULL));
+    ZC_POINT("round: sums are here");
     for (size_t i = 0; i < engine->param_count; i++) {
         engine->params[i].used |= engine->params[i].arrived;
         engine->params[i].arrived = 0;
@@ -267,6 +270,8 @@ static zc_status meet_once(zc_engine *engine, meet_kind kind, uint64_t detail, c
     return status;
 }
 
+static zc_status end_round(zc_engine *engine, const zc_late_grad *late, size_t late_count);
+
 zc_status round_meet(zc_engine *engine, meet_kind kind, uint64_t detail, const char *what)
 {
     int again = 1;
@@ -274,7 +279,7 @@ zc_status round_meet(zc_engine *engine, meet_kind kind, uint64_t detail, const c
     ZC_TRY(gather_finish(engine));
     ZC_TRY(round_settle(engine));
     if (engine->round_open) /* callers that do not end a backward themselves */
-        ZC_TRY(zc_engine_end_round(engine, NULL, 0));
+        ZC_TRY(end_round(engine, NULL, 0));
     while (again)
         ZC_TRY(meet_once(engine, kind, detail, what, NULL, 0, &again));
     return ZC_OK;
@@ -298,7 +303,7 @@ zc_status round_settle(zc_engine *engine)
     return meet_once(engine, MEET_ABORT, 0, "a backward that raised", NULL, 0, &again);
 }
 
-zc_status zc_engine_end_round(zc_engine *engine, const zc_late_grad *late, size_t late_count)
+static zc_status end_round(zc_engine *engine, const zc_late_grad *late, size_t late_count)
 {
     int again;
     ZC_TRY(engine_check_loaded(engine));
@@ -316,6 +321,11 @@ zc_status zc_engine_end_round(zc_engine *engine, const zc_late_grad *late, size_
     return meet_once(engine, MEET_END_ROUND, 0, "the end of backward", late, late_count, &again);
 }
 
+zc_status zc_engine_end_round(zc_engine *engine, const zc_late_grad *late, size_t late_count)
+{
+    return engine_end_call(engine, "the end of backward", end_round(engine, late, late_count));
+}
+
 void zc_engine_abort_round(zc_engine *engine)
 {
     if (engine->round_open)
@@ -324,7 +334,7 @@ void zc_engine_abort_round(zc_engine *engine)
 
 zc_status zc_engine_discard(zc_engine *engine, size_t index)
 {
-    zc_status settled = round_settle(engine);
+    zc_status settled = engine_end_call(engine, "a backward that raised", round_settle(engine));
     if (settled != ZC_OK && !(settled == ZC_ESTATE && index == SIZE_MAX)) /* lost sums that nobody wants any more */
         return settled;
     if (index != SIZE_MAX && index >= engine->param_count)
@@ -379,5 +389,5 @@ int zc_engine_has_grad(const zc_engine *engine, size_t index)
 
 zc_status zc_engine_sync(zc_engine *engine, const char *what)
 {
-    return round_meet(engine, MEET_SYNC, zc_hash(ZC_HASH_START, what, strlen(what)), what);
+    return engine_end_call(engine, what, round_meet(engine, MEET_SYNC, zc_hash(ZC_HASH_START, what, strlen(what)), what));
 }

@@ -58,6 +58,7 @@
  * and on options that are the same on all ranks, and on nothing else.
  */
 #include "engine.h"
+#include "zc_point.h"
 
 #include <stdio.h>
 
@@ -127,6 +128,7 @@ static zc_status add_slot(zc_engine *engine, size_t bytes)
     bytes = (bytes + step - 1) / step * step;
     ZC_TRY(engine->device->ops->slot_alloc(engine->device, bytes, &slot->memory));
     engine->memory.buffers += bytes;
+    ZC_POINT("unit: a slot is made");
     if (!engine->config.fill_discarded)
         return ZC_OK;
     return engine->device->ops->fill(engine->device, engine->stream, slot->memory.base, 0xff, bytes);
@@ -161,6 +163,7 @@ static zc_status map_unit(zc_engine *engine, engine_unit *unit, size_t slot)
     ZC_TRY(engine->device->ops->slot_map(engine->device, &engine->slots[slot].memory, bytes, &base));
     unit->base = base;
     unit->mapped_bytes = bytes;
+    ZC_POINT("unit: mapped");
     return ZC_OK;
 }
 
@@ -262,6 +265,7 @@ static zc_status gather_bucket(zc_engine *engine, engine_space *space, size_t b,
     for (size_t turn = 0, q = engine->rank; turn < engine->ranks; turn++) {
         ZC_TRY(copy(engine->device, engine->stream, to + q * bytes, (const char *)comm_peer(space->param, q) + shard,
                     bytes));
+        ZC_POINT("unit: a slice is here");
         q = q + 1 < engine->ranks ? q + 1 : 0; /* every rank begins with its own slice, then another peer's */
     }
     return ZC_OK;
@@ -497,10 +501,8 @@ zc_status stage3_load(zc_engine *engine, size_t index, const void *values)
     if (chunk > param->elems)
         chunk = param->elems;
     piece = zc_malloc(chunk * space->elem_bytes);
-    if (!piece) { /* the peers are on their way into a broadcast */
-        comm_poison(engine->comm, ZC_ENOMEM, "a rank has no memory to load a parameter");
+    if (!piece)
         return zc_fail(ZC_ENOMEM, "rank %zu: no memory to load %s", engine->rank, engine_param_name(engine, index));
-    }
     for (size_t done = 0; status == ZC_OK && done < param->elems; done += chunk) {
         size_t count = param->elems - done < chunk ? param->elems - done : chunk;
         if (engine->rank == 0)
@@ -508,9 +510,19 @@ zc_status stage3_load(zc_engine *engine, size_t index, const void *values)
         status = comm_array_broadcast(engine->comm, piece, count * space->elem_bytes, 0);
         if (status == ZC_OK)
             status = store_range(engine, space, param->offset + done, param->offset + done + count, piece);
+        ZC_POINT("construction: a piece is here");
     }
     zc_free(piece);
     return status;
+}
+
+static zc_status store(zc_engine *engine, size_t index, const void *values)
+{
+    ZC_TRY(round_meet(engine, MEET_STORE, index, "writing a parameter"));
+    ZC_TRY(stage3_settle(engine));
+    ZC_TRY(stage3_load(engine, index, values));
+    ZC_TRY(zc_engine_refresh(engine, index));
+    return stage3_written(engine, "writing a parameter");
 }
 
 zc_status zc_engine_store(zc_engine *engine, size_t index, const void *values)
@@ -522,9 +534,5 @@ zc_status zc_engine_store(zc_engine *engine, size_t index, const void *values)
     if (!values && engine->rank == 0 && engine->params[index].elems) /* before the peers count on it */
         return zc_fail(ZC_EINVAL, "rank 0 must give the values of %s", engine_param_name(engine, index));
     ZC_TRY(stage3_check_unused(engine, "a parameter is written"));
-    ZC_TRY(round_meet(engine, MEET_STORE, index, "writing a parameter"));
-    ZC_TRY(stage3_settle(engine));
-    ZC_TRY(stage3_load(engine, index, values));
-    ZC_TRY(zc_engine_refresh(engine, index));
-    return stage3_written(engine, "writing a parameter");
+    return engine_end_call(engine, "writing a parameter", store(engine, index, values));
 }

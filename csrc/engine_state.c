@@ -144,9 +144,8 @@ zc_status engine_read_run(zc_engine *engine, engine_space *space, size_t b, size
     return ZC_OK;
 }
 
-zc_status zc_engine_read(zc_engine *engine, size_t index, zc_role role, double scale, void *to)
+static zc_status read_whole(zc_engine *engine, size_t index, zc_role role, double scale, void *to)
 {
-    ZC_TRY(check_index(engine, index, role));
     uint64_t key[2] = {index, (uint64_t)role};
     ZC_TRY(round_meet(engine, MEET_READ, zc_hash(ZC_HASH_START, key, sizeof key), "reading state"));
     engine_param *param = &engine->params[index];
@@ -177,6 +176,12 @@ zc_status zc_engine_read(zc_engine *engine, size_t index, zc_role role, double s
             ((float *)to)[k] *= (float)scale;
     }
     return ZC_OK;
+}
+
+zc_status zc_engine_read(zc_engine *engine, size_t index, zc_role role, double scale, void *to)
+{
+    ZC_TRY(check_index(engine, index, role));
+    return engine_end_call(engine, "reading state", read_whole(engine, index, role, scale, to));
 }
 
 /* Every rank's slices of a parameter, read where they are. */
@@ -216,10 +221,8 @@ static zc_status fetch_by_sum(zc_engine *engine, const engine_space *space, cons
     return comm_array_all_reduce(engine->comm, to, param->elems * space->elem_bytes, ZC_UINT8, COMM_SUM);
 }
 
-zc_status zc_engine_fetch(zc_engine *engine, size_t index, void *to)
+static zc_status fetch(zc_engine *engine, size_t index, void *to)
 {
-    if (index >= engine->param_count)
-        return zc_fail(ZC_EINVAL, "parameter %zu of %zu", index, engine->param_count);
     ZC_TRY(round_meet(engine, MEET_FETCH, index, "reading a parameter"));
     const engine_param *param = &engine->params[index];
     const engine_space *space = &engine->spaces[param->space];
@@ -230,6 +233,13 @@ zc_status zc_engine_fetch(zc_engine *engine, size_t index, void *to)
                                              param->elems * space->elem_bytes);
     return engine_reads_peers(engine) ? fetch_from_peers(engine, space, param, to)
                                       : fetch_by_sum(engine, space, param, to);
+}
+
+zc_status zc_engine_fetch(zc_engine *engine, size_t index, void *to)
+{
+    if (index >= engine->param_count)
+        return zc_fail(ZC_EINVAL, "parameter %zu of %zu", index, engine->param_count);
+    return engine_end_call(engine, "reading a parameter", fetch(engine, index, to));
 }
 
 /* The remainders of bf16 masters; the parameter's own bits are not touched. */

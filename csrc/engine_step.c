@@ -21,6 +21,7 @@
  * it does so with a scratch copy of their parameters, before any owner writes.
  */
 #include "engine.h"
+#include "zc_point.h"
 
 #include <math.h>
 
@@ -152,6 +153,7 @@ static zc_status update_own(zc_engine *engine)
             if (b + 1 < space->plan.buckets && !is_full(engine, space, &run))
                 continue;
             ZC_TRY(end_run(engine, &run));
+            ZC_POINT("step: a part is updated");
             for (; engine->config.stage < 3 && gathered <= b; gathered++)
                 ZC_TRY(gather_start(engine, space, gathered, space->param, space->elem_bytes));
         }
@@ -234,10 +236,8 @@ static zc_status check_step(zc_engine *engine, const zc_options *groups, size_t 
     return ZC_OK;
 }
 
-zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t group_count, const zc_step_args *args)
+static zc_status step(zc_engine *engine, const zc_options *groups, size_t group_count, const zc_step_args *args)
 {
-    ZC_TRY(check_step(engine, groups, group_count, args));
-    ZC_TRY(stage3_check_unused(engine, "step()"));
     ZC_TRY(engine_ensure_state(engine, groups));
     uint64_t detail = engine_hash_options(ZC_HASH_START, groups, group_count);
     double numbers[4] = {args->loss_scale, args->max_norm, args->want_norm, args->skip_nonfinite};
@@ -245,9 +245,11 @@ zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t gro
 
     int want_norm = args->want_norm || args->max_norm > 0;
     double factor = base_factor(engine, args->loss_scale);
+    ZC_POINT("step: met");
     ZC_TRY(collect_stats(engine, want_norm));
+    ZC_POINT("step: own sums looked at");
     ZC_TRY(add_up_stats(engine));
-    device_step_args step = {
+    device_step_args decision = {
         .rule = engine->config.rule,
         .options = groups,
         .groups = group_count,
@@ -264,16 +266,25 @@ zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t gro
         .result = engine->result,
     };
     engine->last_known = 0;
-    ZC_TRY(engine->device->ops->step_scalars(engine->device, engine->stream, &step));
+    ZC_TRY(engine->device->ops->step_scalars(engine->device, engine->stream, &decision));
+    ZC_POINT("step: decided");
     if (engine->config.stage == 0) {
         ZC_TRY(gather_sums(engine));
         ZC_TRY(update_everything(engine));
     } else {
         ZC_TRY(update_shards(engine));
     }
+    ZC_POINT("step: updated");
     engine->last_rounds = engine->rounds;
     round_forget(engine);
     return ZC_OK;
+}
+
+zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t group_count, const zc_step_args *args)
+{
+    ZC_TRY(check_step(engine, groups, group_count, args));
+    ZC_TRY(stage3_check_unused(engine, "step()"));
+    return engine_end_call(engine, "step", step(engine, groups, group_count, args));
 }
 
 uint64_t zc_engine_last_rounds(const zc_engine *engine)
@@ -387,11 +398,10 @@ zc_status zc_engine_clip(zc_engine *engine, double max_norm, double norm_type, d
         return zc_fail(ZC_EINVAL, "norm_type is %g; legal is any number over 0, or infinity", norm_type);
     if (!(loss_scale > 0) || isinf(loss_scale))
         return zc_fail(ZC_EINVAL, "loss_scale is %g; legal is any finite number over 0", loss_scale);
-    ZC_TRY(round_meet(engine, MEET_CLIP, zc_hash(ZC_HASH_START, numbers, sizeof numbers), "clip_grad_norm_"));
-    if (norm_type == 2.0)
-        ZC_TRY(two_norm(engine, &raw));
-    else
-        ZC_TRY(general_norm(engine, norm_type, &raw));
+    zc_status status = round_meet(engine, MEET_CLIP, zc_hash(ZC_HASH_START, numbers, sizeof numbers), "clip_grad_norm_");
+    if (status == ZC_OK)
+        status = norm_type == 2.0 ? two_norm(engine, &raw) : general_norm(engine, norm_type, &raw);
+    ZC_TRY(engine_end_call(engine, "clip_grad_norm_", status));
     *norm = base_factor(engine, loss_scale) * engine->clip_factor * raw;
     if (isinf(max_norm))
         return ZC_OK;

@@ -14,6 +14,7 @@
 #include "mem_comm.h"
 
 #include "cpu_kernels.h"
+#include "zc_point.h"
 
 #include <string.h>
 
@@ -73,6 +74,7 @@ static zc_status all_reduce(mem_group *group, const shm_desc *desc, char *array,
             inputs(group, begin * elem_bytes, in);
             if (end > begin)
                 combine(half_of(group, me) + begin * elem_bytes, in, ranks, end - begin, dtype, op);
+            ZC_POINT("array: own slice reduced");
             ZC_TRY(meet(group, desc));
             for (size_t q = 0; q < ranks; q++) {
                 begin = smaller(q * slice, chunk);
@@ -81,6 +83,7 @@ static zc_status all_reduce(mem_group *group, const shm_desc *desc, char *array,
             }
         }
         group->turn++;
+        ZC_POINT("array: a chunk is here");
         at += chunk;
     } while (at < count);
     return ZC_OK;
@@ -103,6 +106,7 @@ static zc_status reduce_scatter(mem_group *group, const shm_desc *desc, const ch
         if (chunk)
             combine(to + at * elem_bytes, in, ranks, chunk, dtype, op);
         group->turn++;
+        ZC_POINT("array: a chunk is here");
         at += chunk;
     } while (at < count);
     return ZC_OK;
@@ -119,6 +123,7 @@ static zc_status all_gather(mem_group *group, const shm_desc *desc, const char *
         for (size_t q = 0; q < ranks && chunk; q++)
             memcpy(to + q * bytes + at, half_of(group, q), chunk);
         group->turn++;
+        ZC_POINT("array: a chunk is here");
         at += chunk;
     } while (at < bytes);
     return ZC_OK;
@@ -135,6 +140,7 @@ static zc_status broadcast(mem_group *group, const shm_desc *desc, char *array, 
         if (chunk && root != group->public.rank)
             memcpy(array + at, half_of(group, root), chunk);
         group->turn++;
+        ZC_POINT("array: a chunk is here");
         at += chunk;
     } while (at < bytes);
     return ZC_OK;

@@ -17,6 +17,7 @@
  * then it goes with the world, as the group has failed anyway.
  */
 #include "mem_comm.h"
+#include "zc_point.h"
 
 #include <string.h>
 
@@ -41,6 +42,7 @@ zc_status mem_block_alloc(mem_world *world, size_t payload_bytes, size_t now_byt
     block->next = world->blocks;
     world->blocks = block;
     *out = block;
+    ZC_POINT("block: made");
     return ZC_OK;
 }
 
@@ -94,6 +96,7 @@ zc_status mem_blocks_map(mem_world *world, const size_t *member, size_t ranks, s
             return status;
         }
         out->payload[q] = (char *)memory + MEM_HEADER_BYTES;
+        ZC_POINT("block: a peer's is mapped");
     }
     return ZC_OK;
 }
@@ -106,6 +109,7 @@ void mem_blocks_release(mem_world *world, mem_blocks *blocks, mem_block_fate fat
         char *memory = blocks->payload[q] - MEM_HEADER_BYTES;
         if (fate == MEM_SHARED)
             atomic_fetch_add(&((mem_block_header *)memory)->detached, 1);
+        ZC_POINT("block: a peer's is let go");
         world->provider->ops->unmap(world->provider, memory, blocks->bytes);
     }
     mem_block_drop(world, blocks->own, blocks->ranks, fate);

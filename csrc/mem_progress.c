@@ -10,6 +10,7 @@
 #include "mem_comm.h"
 
 #include "cpu_kernels.h"
+#include "zc_point.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -85,8 +86,11 @@ void mem_post(mem_op *op)
     op->left = group->public.ranks - 1;
     append(op);
     group->world->posts++;
+    ZC_POINT("post: to be told");
     cell->desc[op->stamp & 1] = op->desc;
+    ZC_POINT("post: described");
     atomic_store(&cell->posted, op->stamp);
+    ZC_POINT("post: told");
     mem_wake_members(group);
 }
 
@@ -297,6 +301,7 @@ static int gather_complete(mem_op *op)
             copy_from(op, q, q, (size_t)op->desc.count);
         shm_mask_add(op->copied, q);
         op->left--;
+        ZC_POINT("gather: a slice is here");
     }
     return !op->left;
 }
@@ -320,10 +325,13 @@ static void try_op(mem_op *op)
         int by_rank = op->desc.kind == SHM_ALL_GATHER || op->desc.kind == SHM_ALL_GATHER_TO;
         if (!(by_rank ? gather_complete(op) : all_posted(op)))
             return;
+        ZC_POINT("operation: all have come");
         execute(op);
         op->executed = 1;
+        ZC_POINT("operation: done here");
         if (op->desc.kind >= SHM_REDUCE_SCATTER || op->record_bytes) {
             atomic_store(&own->done, op->stamp);
+            ZC_POINT("operation: told to be done");
             mem_wake_members(group);
         }
     }
@@ -334,6 +342,7 @@ static void try_op(mem_op *op)
                 return;
     channel->tag[op->tag].completed = op->stamp;
     take_out(op);
+    ZC_POINT("operation: complete");
     if (group->world->sleepers) /* the thread that waits for it may be another one */
         shm_wake(group->world->control[group->world->rank]);
 }

@@ -10,6 +10,7 @@
  */
 #define _GNU_SOURCE
 #include "mem_comm.h"
+#include "zc_point.h"
 
 #include <sched.h>
 #include <stdio.h>
@@ -146,6 +147,7 @@ static zc_status look_for_cycles(waiting *w)
             if (shm_mask_has(members, q))
                 shm_mask_add(missing, group->member[q]);
     shm_wait_beat(world->control[world->rank], missing);
+    ZC_POINT("wait: recorded");
 
     if (w->cycle_length && w->posts == world->posts) { /* an interrupt callback may have posted what a peer lacks */
         int verdict = shm_cycle_check(world->control, world->cycle, w->cycle_length);
@@ -172,6 +174,7 @@ static void sleep_once(waiting *w, uint64_t limit_ns)
     if (over(w) || mem_failure(w->group) != ZC_OK)
         return;
     world->sleepers++;
+    ZC_POINT("wait: about to sleep");
     pthread_mutex_unlock(&world->mutex);
     shm_sleep(own, doorbell, limit_ns);
     pthread_mutex_lock(&world->mutex);

@@ -7,6 +7,7 @@
  */
 #define _GNU_SOURCE
 #include "mem_comm.h"
+#include "zc_point.h"
 
 #include <sched.h>
 #include <stdarg.h>
@@ -181,6 +182,7 @@ static void group_finish(mem_group *group)
         group_free(group);
         group = world->groups;
     }
+    ZC_POINT("close: memory let go");
     int last = !world->groups;
     pthread_mutex_unlock(&world->mutex);
     if (last)
@@ -293,8 +295,10 @@ static void raise_alarms(mem_group *group, size_t reporter)
     size_t me = group->public.rank;
     for (size_t q = 0; q < group->public.ranks; q++) {
         uint32_t none = 0;
-        if (q != me)
-            atomic_compare_exchange_strong(&group->area[q]->alarm, &none, (uint32_t)reporter + 1);
+        if (q == me)
+            continue;
+        atomic_compare_exchange_strong(&group->area[q]->alarm, &none, (uint32_t)reporter + 1);
+        ZC_POINT("failure: an alarm is set");
     }
     mem_wake_members(group);
 }
@@ -310,7 +314,9 @@ zc_status mem_fail(mem_group *group, zc_status status, const char *format, ...)
     size_t me = group->public.rank;
     if (group->failed == ZC_OK) {
         set_failed(group, status, text);
+        ZC_POINT("failure: to be told");
         shm_poison_write(group->area[me], group->failed, text);
+        ZC_POINT("failure: written");
         raise_alarms(group, me);
     }
     return zc_fail(status, "%s", text);
@@ -387,7 +393,9 @@ static void mem_close(zc_comm *comm)
                      mem_name(group, group->public.rank));
             set_failed(group, ZC_ESTATE, text);
         }
+        ZC_POINT("close: to be told");
         atomic_store(&group->area[group->public.rank]->closed, 1);
+        ZC_POINT("close: told");
         mem_wake_members(group);
     }
     group_unlock(group);

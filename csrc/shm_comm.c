@@ -7,6 +7,7 @@
 #include "mem_comm.h"
 #include "shm_rendezvous.h"
 #include "shm_segment.h"
+#include "zc_point.h"
 
 #include <errno.h>
 #include <sched.h>
@@ -165,6 +166,7 @@ zc_status shm_comm_open(const shm_comm_config *config, zc_comm **out)
     attaching a = {.timeout_ns = config->timeout_ns};
     ZC_TRY(provider_create(config->rank, config->ranks, &provider));
     ZC_TRY(mem_world_create(&provider->public, config->rank, config->ranks, 0, &a.world));
+    ZC_POINT("start: memory made");
 
     shm_rendezvous meeting = {.rank = config->rank, .ranks = config->ranks,
                               .job = config->job ? config->job : "default", .token = config->token,
@@ -179,9 +181,10 @@ zc_status shm_comm_open(const shm_comm_config *config, zc_comm **out)
             mem_world_destroy(a.world);
         return status;
     }
+    ZC_POINT("start: met");
     a.comm->interrupted = config->interrupted;
     a.comm->interrupt_context = config->interrupt_context;
-    status = find_cores(a.world, a.comm);
+    status = comm_give_up(a.comm, "start-up", find_cores(a.world, a.comm));
     if (status != ZC_OK) {
         comm_close(a.comm);
         return status;

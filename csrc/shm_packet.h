@@ -13,11 +13,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SHM_PACKET_VERSION 1u
+#define SHM_PACKET_VERSION 2u
 #define SHM_PACKET_FDS 128u
 
 typedef enum shm_packet_kind {
     SHM_PACKET_HELLO = 1,
+    SHM_PACKET_WELCOME,
     SHM_PACKET_TABLE,
     SHM_PACKET_ATTACHED,
     SHM_PACKET_ANSWER
@@ -28,7 +29,7 @@ typedef struct shm_packet {
     uint32_t version, kind;
     uint32_t rank, ranks;  /* hello: of the sender; table: first rank, number of ranks */
     int32_t status;        /* attached, answer */
-    uint32_t token_bytes;
+    uint32_t number;       /* hello: bytes of the token; welcome: ms after which rank 0 has told how the start went */
     char text[512];        /* hello: the token; otherwise a sentence */
 } shm_packet;
 

@@ -5,6 +5,7 @@
 #include "shm_rendezvous.h"
 #include "shm_packet.h"
 #include "shm_sync.h"
+#include "zc_point.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -20,9 +21,11 @@
 #define TABLE_RANKS (SHM_PACKET_FDS / 2) /* in one packet */
 #define GUESTS_MAX 64u               /* connections that have not said hello */
 #define HELLO_NS 2000000000ull       /* and how long they may take */
-#define ATTACH_NS 5000000000ull      /* to map everything, once all are there */
+#define ATTACH_NS 5000000000ull      /* for all to map everything, once they are there, */
+#define ATTACH_RANK_NS 20000000ull   /* and for each rank, one after the other */
 #define NAME_TAKEN_NS 1000000000ull  /* an older rank 0 of the same job may be about to end */
 #define RETRY_NS 5000000ull
+#define COME_AGAIN_NS 500000000ull /* a rank that died may have been started again */
 #define TURN_MS 40
 
 int shm_process_open(void)
@@ -51,6 +54,12 @@ static uint64_t later(uint64_t span_ns)
 {
     uint64_t now_ns = shm_now_ns();
     return span_ns < UINT64_MAX - now_ns ? now_ns + span_ns : UINT64_MAX;
+}
+
+/* For the time between the coming of the last rank and the start of all. */
+static uint64_t attach_ns(const shm_rendezvous *r)
+{
+    return ATTACH_NS + r->ranks * ATTACH_RANK_NS;
 }
 
 static uint64_t last_of(uint64_t a_ns, uint64_t b_ns)
@@ -115,7 +124,9 @@ typedef struct host {
     const shm_rendezvous *r;
     shm_peer *peers;
     int listener;
+    uint64_t deadline_ns; /* for all to come */
     int *joined;      /* [ranks]: connection of a rank that was accepted, or -1 */
+    uint64_t *left_ns; /* [ranks]: when a rank that had joined went away; its process_fd is kept until it comes again */
     size_t missing;
     guest guests[GUESTS_MAX];
     size_t guest_count;
@@ -142,6 +153,7 @@ static zc_status listen_for_ranks(host *h)
     }
     if (zc_fault() ? (errno = EACCES, 1) : listen(h->listener, 128) != 0)
         return zc_fail_errno(ZC_ESYSTEM, errno, "rank 0 cannot listen on the socket of job '%s'", h->r->job);
+    ZC_POINT("start: listening");
     return ZC_OK;
 }
 
@@ -149,7 +161,7 @@ static zc_status listen_for_ranks(host *h)
 static int token_differs(const shm_rendezvous *r, const shm_packet *hello)
 {
     size_t own = r->token ? strlen(r->token) : 0;
-    unsigned char difference = hello->token_bytes != own;
+    unsigned char difference = hello->number != own;
     for (size_t i = 0; i < own && i < SHM_TOKEN_BYTES; i++)
         difference |= (unsigned char)(hello->text[i] ^ r->token[i]);
     return difference != 0;
@@ -193,6 +205,14 @@ static void drop_guest(host *h, size_t g)
     h->guests[g] = h->guests[--h->guest_count];
 }
 
+/* After this time all ranks that are here have been told how the start went, if this one lives. */
+static uint32_t most_ms(const host *h)
+{
+    uint64_t now_ns = shm_now_ns(), left_ns = h->deadline_ns > now_ns ? h->deadline_ns - now_ns : 0;
+    uint64_t most_ms = left_ns / 1000000u + attach_ns(h->r) / 1000000u;
+    return most_ms < UINT32_MAX ? (uint32_t)most_ms : UINT32_MAX;
+}
+
 static void hear_guest(host *h, size_t g)
 {
     shm_packet hello, answer;
@@ -217,9 +237,16 @@ static void hear_guest(host *h, size_t g)
         drop_guest(h, g);
         return;
     }
+    if (h->peers[hello.rank].process_fd >= 0) /* of one that had joined, and went away */
+        close(h->peers[hello.rank].process_fd);
     h->joined[hello.rank] = fd;
     h->peers[hello.rank] = (shm_peer){fds[0], fds[1]};
     h->missing--;
+    ZC_POINT("start: a rank has joined");
+    shm_packet_init(&answer, SHM_PACKET_WELCOME, 0, 0, ZC_OK, "");
+    answer.number = most_ms(h);
+    shm_packet_send(fd, &answer, NULL, 0); /* a new connection has room for it */
+    ZC_POINT("start: a rank is welcomed");
     h->guests[g] = h->guests[--h->guest_count];
 }
 
@@ -245,6 +272,7 @@ static void accept_guests(host *h)
             drop_guest(h, oldest);
         }
         h->guests[h->guest_count++] = (guest){fd, later(HELLO_NS)};
+        ZC_POINT("start: a guest has come");
     }
 }
 
@@ -260,18 +288,47 @@ static void hear_joined(host *h, size_t rank)
         close(fds[i]);
     close(h->joined[rank]);
     close(h->peers[rank].memory_fd);
-    close(h->peers[rank].process_fd);
     h->joined[rank] = -1;
-    h->peers[rank] = (shm_peer){-1, -1};
+    h->peers[rank].memory_fd = -1;
+    h->left_ns[rank] = shm_now_ns();
     h->missing++;
 }
 
-static zc_status gather_ranks(host *h, uint64_t deadline_ns)
+static zc_status lost(const shm_rendezvous *r, size_t rank)
+{
+    return zc_fail(ZC_EPEERLOST, "rank %zu of job '%s' was lost while the job started", rank, r->job);
+}
+
+/* Why a packet to or from a rank failed: it is not there any more, or something is wrong here. */
+static int went_away(int error_number)
+{
+    return error_number == 0 || error_number == ECONNRESET || error_number == EPIPE || error_number == ENOTCONN;
+}
+
+static zc_status broken(const shm_rendezvous *r, size_t rank, int error_number)
+{
+    return went_away(error_number) ? lost(r, rank)
+                                   : zc_fail_errno(ZC_ESYSTEM, error_number, "rank %zu cannot speak with rank %zu of job '%s'",
+                                                   r->rank, rank, r->job);
+}
+
+/* A rank that had joined, whose process has ended, and that did not come again. */
+static zc_status look_for_lost(const host *h)
+{
+    for (size_t q = 1; q < h->r->ranks; q++)
+        if (h->joined[q] < 0 && h->peers[q].process_fd >= 0 && shm_now_ns() - h->left_ns[q] > COME_AGAIN_NS &&
+            shm_process_ended(h->peers[q].process_fd))
+            return lost(h->r, q);
+    return ZC_OK;
+}
+
+static zc_status gather_ranks(host *h)
 {
     size_t ranks = h->r->ranks;
     while (h->missing) {
         int left_ms = 0;
-        ZC_TRY(still_time(h->r, deadline_ns, &left_ms));
+        ZC_TRY(look_for_lost(h));
+        ZC_TRY(still_time(h->r, h->deadline_ns, &left_ms));
         if (!left_ms) {
             char list[256] = "";
             size_t used = 0;
@@ -324,16 +381,19 @@ static zc_status hand_out(host *h, size_t rank, uint64_t deadline_ns)
         shm_packet_init(&m, SHM_PACKET_TABLE, (uint32_t)first, (uint32_t)some, ZC_OK, "");
         count = 2 * some;
         result = transfer(h->r, h->joined[rank], deadline_ns, &m, fds, &count, 0, 1, &status);
+        ZC_POINT("start: a table is sent");
     }
     if (result == 1)
         result = transfer(h->r, h->joined[rank], deadline_ns, &m, NULL, &count, 0, 0, &status);
+    int number = errno;
+    ZC_POINT("start: a rank has answered");
     if (status != ZC_OK)
         return status;
     if (result == 0)
         return zc_fail(ZC_ETIMEOUT, "rank %zu of job '%s' did not attach to the shared memory within %.1f s", rank,
                        h->r->job, (double)h->r->start_timeout_ns * 1e-9);
     if (result < 0)
-        return zc_fail(ZC_EPEERLOST, "rank %zu of job '%s' was lost while the job started", rank, h->r->job);
+        return broken(h->r, rank, number);
     if (m.kind != SHM_PACKET_ATTACHED)
         return zc_fail(ZC_ECOMM, "rank %zu of job '%s' answered out of turn", rank, h->r->job);
     if (m.status != ZC_OK)
@@ -341,16 +401,24 @@ static zc_status hand_out(host *h, size_t rank, uint64_t deadline_ns)
     return ZC_OK;
 }
 
+static zc_status attach_rank_0(const shm_rendezvous *r, shm_peer *peers)
+{
+    zc_status status = r->attach(r->attach_context, peers);
+    return status == ZC_OK ? ZC_OK
+                           : zc_fail(status, "rank 0 could not attach to the shared memory: %s", zc_last_error());
+}
+
 static zc_status be_host(const shm_rendezvous *r, shm_peer *peers)
 {
-    uint64_t deadline_ns = later(r->start_timeout_ns);
-    host h = {.r = r, .peers = peers, .listener = -1, .missing = r->ranks - 1};
+    host h = {.r = r, .peers = peers, .listener = -1, .missing = r->ranks - 1, .deadline_ns = later(r->start_timeout_ns)};
     zc_status status = ZC_OK;
     shm_packet m;
     h.joined = zc_malloc(r->ranks * sizeof *h.joined);
+    h.left_ns = zc_calloc(r->ranks, sizeof *h.left_ns);
     h.polls = zc_calloc(1 + GUESTS_MAX + r->ranks, sizeof *h.polls);
-    if (!h.joined || !h.polls) {
+    if (!h.joined || !h.left_ns || !h.polls) {
         zc_free(h.joined);
+        zc_free(h.left_ns);
         zc_free(h.polls);
         return zc_fail(ZC_ENOMEM, "rank 0: out of memory for %zu ranks", r->ranks);
     }
@@ -359,25 +427,33 @@ static zc_status be_host(const shm_rendezvous *r, shm_peer *peers)
 
     status = listen_for_ranks(&h);
     if (status == ZC_OK)
-        status = gather_ranks(&h, deadline_ns);
+        status = gather_ranks(&h);
     if (h.listener >= 0)
         close(h.listener);
     while (h.guest_count)
         drop_guest(&h, 0);
     if (status == ZC_OK)
-        status = r->attach(r->attach_context, peers);
+        status = attach_rank_0(r, peers);
+    ZC_POINT("start: rank 0 has attached");
+    uint64_t attached_ns = last_of(h.deadline_ns, later(attach_ns(r)));
     for (size_t q = 1; q < r->ranks && status == ZC_OK; q++)
-        status = hand_out(&h, q, last_of(deadline_ns, later(ATTACH_NS)));
+        status = hand_out(&h, q, attached_ns);
 
     /* An interrupt is rank 0's own; the others are told what it means for them. */
     shm_packet_init(&m, SHM_PACKET_ANSWER, 0, 0, status == ZC_EINTERRUPT ? ZC_ECOMM : status,
                  status == ZC_OK ? "" : zc_last_error());
     for (size_t q = 1; q < r->ranks; q++)
         if (h.joined[q] >= 0) {
-            shm_packet_send(h.joined[q], &m, NULL, 0); /* the socket of a live peer has room for it */
+            /* A rank that lives has room for it; one that does not is missed by all who have been let in. */
+            if (shm_packet_send(h.joined[q], &m, NULL, 0) != 1 && status == ZC_OK && !went_away(errno)) {
+                status = broken(r, q, errno);
+                shm_packet_init(&m, SHM_PACKET_ANSWER, 0, 0, status, zc_last_error());
+            }
+            ZC_POINT("start: a rank is let in");
             close(h.joined[q]);
         }
     zc_free(h.joined);
+    zc_free(h.left_ns);
     zc_free(h.polls);
     return status;
 }
@@ -426,26 +502,38 @@ static zc_status take_table(const shm_rendezvous *r, const shm_packet *m, const 
     return ZC_OK;
 }
 
-/* One connection from hello to the last answer. *again: rank 0 went away before it had said anything. */
-static zc_status be_guest(const shm_rendezvous *r, int fd, uint64_t deadline_ns, shm_peer *peers, int *again)
+/*
+ * One connection from hello to the last answer.  *again: rank 0 went away before it had sent a table, *welcomed: it had
+ * said that this rank has joined.
+ */
+static zc_status be_guest(const shm_rendezvous *r, int fd, uint64_t deadline_ns, shm_peer *peers, int *again,
+                          int *welcomed)
 {
     shm_packet m;
     int fds[2 * TABLE_RANKS] = {peers[r->rank].memory_fd, peers[r->rank].process_fd};
     size_t count = 2, known = 0, token_bytes = r->token ? strlen(r->token) : 0;
     zc_status status = ZC_OK, attached = ZC_OK;
+    uint64_t begin_ns = shm_now_ns();
     int said = 0;
 
-    *again = 0;
+    *again = *welcomed = 0;
     shm_packet_init(&m, SHM_PACKET_HELLO, (uint32_t)r->rank, (uint32_t)r->ranks, ZC_OK, "");
-    m.token_bytes = (uint32_t)token_bytes;
+    m.number = (uint32_t)token_bytes;
     memcpy(m.text, r->token ? r->token : "", token_bytes);
     int result = transfer(r, fd, deadline_ns, &m, fds, &count, 0, 1, &status);
+    ZC_POINT("start: hello is said");
     while (result == 1) {
         result = transfer(r, fd, deadline_ns, &m, fds, &count, sizeof fds / sizeof *fds, 0, &status);
         if (result != 1)
             break;
         for (size_t i = 0; m.kind != SHM_PACKET_TABLE && i < count; i++)
             close(fds[i]);
+        if (m.kind == SHM_PACKET_WELCOME) {
+            *welcomed = 1;
+            deadline_ns = later(m.number * 1000000ull + HELLO_NS / 2); /* rank 0 knows better who is missing */
+            ZC_POINT("start: welcomed");
+            continue;
+        }
         if (m.kind == SHM_PACKET_ANSWER && m.status != ZC_OK)
             return attached != ZC_OK ? attached : zc_fail((zc_status)m.status, "rank %zu: %s", r->rank, m.text);
         if (m.kind == SHM_PACKET_ANSWER && known == r->ranks && attached == ZC_OK)
@@ -454,13 +542,15 @@ static zc_status be_guest(const shm_rendezvous *r, int fd, uint64_t deadline_ns,
             return zc_fail(ZC_ECOMM, "rank %zu: rank 0 of job '%s' answered out of turn", r->rank, r->job);
         said = 1;
         ZC_TRY(take_table(r, &m, fds, count, &known, peers));
+        ZC_POINT("start: a table has come");
         if (known < r->ranks)
             continue;
         attached = r->attach(r->attach_context, peers);
-        deadline_ns = last_of(deadline_ns, later(2 * ATTACH_NS));
+        ZC_POINT("start: attached");
         shm_packet_init(&m, SHM_PACKET_ATTACHED, 0, 0, attached, attached == ZC_OK ? "" : zc_last_error());
         count = 0;
         result = transfer(r, fd, deadline_ns, &m, NULL, &count, 0, 1, &status);
+        ZC_POINT("start: answered");
     }
     int number = errno;
     if (status != ZC_OK)
@@ -468,25 +558,26 @@ static zc_status be_guest(const shm_rendezvous *r, int fd, uint64_t deadline_ns,
     if (attached != ZC_OK)
         return attached;
     if (result == 0)
-        return zc_fail(ZC_ETIMEOUT, "rank %zu: job '%s' did not start within %.1f s; rank 0 is still waiting for other "
-                       "ranks", r->rank, r->job, (double)r->start_timeout_ns * 1e-9);
-    if (!said && (number == 0 || number == ECONNRESET || number == EPIPE || number == ENOTCONN)) {
+        return zc_fail(ZC_ETIMEOUT, "rank %zu: job '%s' did not start within %.1f s, and rank 0, which knows why, says "
+                       "nothing: it is stopped, or kept from running; missing: 0", r->rank, r->job,
+                       (double)(shm_now_ns() - begin_ns) * 1e-9);
+    if (!said && went_away(number)) {
         *again = 1;
         return ZC_OK;
     }
-    return zc_fail(ZC_EPEERLOST, "rank %zu lost rank 0 of job '%s' while the job started", r->rank, r->job);
+    return broken(r, 0, number);
 }
 
 static zc_status find_host(const shm_rendezvous *r, shm_peer *peers)
 {
-    uint64_t deadline_ns = later(r->start_timeout_ns);
+    uint64_t deadline_ns = later(r->start_timeout_ns), lost_ns = UINT64_MAX; /* when rank 0, that went away, counts as lost */
     for (;;) {
         int fd = -1, left_ms = 0;
         ZC_TRY(try_connect(r, &fd));
         if (fd >= 0) {
-            int again;
-            /* A little longer than rank 0, which knows better who is missing. */
-            zc_status status = be_guest(r, fd, last_of(deadline_ns, deadline_ns + HELLO_NS / 2), peers, &again);
+            int again, welcomed;
+            ZC_POINT("start: connected");
+            zc_status status = be_guest(r, fd, deadline_ns, peers, &again, &welcomed);
             char text[1024]; /* closing a socket must not lose the sentence */
             snprintf(text, sizeof text, "%s", zc_last_error());
             close(fd);
@@ -494,7 +585,11 @@ static zc_status find_host(const shm_rendezvous *r, shm_peer *peers)
                 return zc_fail(status, "%s", text);
             if (!again)
                 return ZC_OK;
+            if (welcomed)
+                lost_ns = later(COME_AGAIN_NS);
         }
+        if (shm_now_ns() > lost_ns)
+            return lost(r, 0);
         ZC_TRY(still_time(r, deadline_ns, &left_ms));
         if (!left_ms)
             return zc_fail(ZC_ETIMEOUT, "rank %zu: rank 0 of job '%s' did not come within %.1f s; missing: 0", r->rank,

@@ -8,13 +8,17 @@
  * (SOCK_SEQPACKET), so there are no half messages, only wrong ones:
  *
  *   rank q -> 0   hello: versions, rank, number of ranks, token; descriptors of its memory and of its process
- *   0 -> rank q   answer: refused, with a sentence - or nothing yet
+ *   0 -> rank q   welcome, and how long it may take - or answer: refused, with a sentence
  *   0 -> rank q   tables: the descriptors of all ranks, some ranks a packet
  *   rank q -> 0   attached: it has mapped everything, or why not
  *   0 -> rank q   answer: go, or the first failure of any rank
  *
  * Rank 0 stops listening before it sends the first table, so a rank that is
  * quick to begin another rendezvous of the same job cannot meet the old one.
+ * A rank that has been welcomed and dies may be started again, at once: rank 0 tells
+ * all that it is lost if another does not come in half a second, and a guest does so
+ * when it is rank 0 that died.  Who died before that was never there, and is missing
+ * at the end of the start timeout.
  * It never waits for one connection: all are polled, each has a deadline to
  * say hello, and only so many may be open.  Both sides check that the other
  * has the same user id.

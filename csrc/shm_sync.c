@@ -4,6 +4,7 @@
  */
 #define _GNU_SOURCE
 #include "shm_sync.h"
+#include "zc_point.h"
 
 #include <limits.h>
 #include <linux/futex.h>
@@ -32,7 +33,9 @@ void shm_wake(shm_control *peer)
         return;
     if (!atomic_exchange(&peer->sleeping, 0)) /* another publisher wakes it */
         return;
+    ZC_POINT("wake: to be rung");
     atomic_fetch_add(&peer->doorbell, 1);
+    ZC_POINT("wake: rung");
     futex(&peer->doorbell, FUTEX_WAKE, INT_MAX, NULL);
 }
 

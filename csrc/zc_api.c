@@ -166,6 +166,7 @@ zc_status zc_engine_create(zc_comm *comm, const zc_engine_config *config, const 
     if (comm->ops->device)
         ZC_TRY(comm->ops->device(comm, &device));
     else
-        ZC_TRY(cpu_device_create(config->threads ? config->threads : share ? (int)share : 1, &device));
+        ZC_TRY(comm_give_up(comm, "construction",
+                            cpu_device_create(config->threads ? config->threads : share ? (int)share : 1, &device)));
     return engine_create(comm, device, NULL, config, params, count, groups, group_count, out);
 }

@@ -19,7 +19,7 @@ CSRC = ROOT / "csrc"
 
 # Layer of each file, by the start of its name; the longest that fits counts.
 LAYERS = {
-    "zc_status": "words", "zc_dtype": "words", "zc_hash": "words",
+    "zc_status": "words", "zc_dtype": "words", "zc_hash": "words", "zc_point": "words",
     "partition": "pure", "optim": "pure", "elem_update": "pure", "cpu_": "pure", "strides": "pure",
     "shm_segment": "system", "shm_sync": "system", "cpu_threads": "system", "cpu_dispatch": "system",
     "device.h": "interfaces", "comm.h": "interfaces", "device_step": "interfaces",

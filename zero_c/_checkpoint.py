@@ -23,7 +23,8 @@ A save
 Whatever happens before 3, the old checkpoint is whole. In a save in the background
 (async_save) ranks copy their parts in 2, and the rest is done by a thread of each: they
 tell rank 0's thread by files `done-<save>-<rank>` that they have written, because the
-communicator belongs to training.
+communicator belongs to training. Until then each keeps a file of that name and `.new`
+locked: on one host a lock that nobody holds tells rank 0's thread that the rank is gone.
 
 A load reads the manifest on rank 0, compares it with what is there on all ranks, then
 reads every block that it needs and checks it, and only when all ranks have found all

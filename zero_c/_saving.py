@@ -100,7 +100,7 @@ class Saving:
         entries, self._about = describe_all()
         self._items = items_of(entries)
         self._tensors = [describe(entry, engine) for entry in entries]
-        self._lock, self._fds, self._published = None, [], False
+        self._lock, self._promised, self._fds, self._published = None, None, [], False
         planned = [plan(items) for items in self._items]
         self._headers, self._sizes = ([part[k] for part in planned] for k in (0, 1))
 
@@ -213,32 +213,65 @@ class Saving:
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor too
             os.close(self._lock)
-        self._fds, self._lock = [], None
+        if self._promised is not None:
+            os.close(self._promised)
+        self._fds, self._lock, self._promised = [], None, None
 
     # ---- in the background
 
     def done_path(self, rank):
         return self._folder / f"done-{self._save}-{rank}"
 
+    def promise_path(self, rank):
+        return self._folder / f"done-{self._save}-{rank}.new"
+
+    def promise(self):
+        """Collective: from now on a file is locked by each rank but 0, until it has written or is gone."""
+        collective(self._comm, self.what, self._promise if self._comm.rank else lambda: None)
+
+    def _promise(self):
+        self._promised = os.open(self.promise_path(self._comm.rank), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._promised, fcntl.LOCK_EX)
+
     def tell_done(self, text):
         """Rank 0's thread learns that this rank has written, or why not."""
-        path = self.done_path(self._comm.rank)
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_text(text)
-        os.rename(fresh, path)
+        _blocks.write_exactly(self._promised, 0, text.encode())
+        os.rename(self.promise_path(self._comm.rank), self.done_path(self._comm.rank))
 
-    def wait_done(self):
-        """Rank 0's thread: until all have written; CheckpointError with the sentence of one that could not."""
+    def wait_done(self, given_up):
+        """Rank 0's thread: until all have written; CheckpointError with the sentence of one that could not.
+
+        given_up: an event; nobody wants the checkpoint any more.
+        """
         end = time.monotonic() + PATIENCE_S
         for rank in range(1, self._comm.world_size):
-            while not self.done_path(rank).exists():
+            path = self.done_path(rank)
+            while not path.exists():
+                if self._broke_promise(rank) and not path.exists():
+                    raise CheckpointError(f"rank {rank} is gone, and has not written its part")
                 if time.monotonic() > end:
-                    raise CheckpointError(f"rank {rank} has not written its part {PATIENCE_S:.0f} s after rank 0; it is gone, or does "
+                    raise CheckpointError(f"rank {rank} has not written its part {PATIENCE_S:.0f} s after rank 0; it is stopped, or does "
                                           f"not see the folder")
-                time.sleep(POLL_S)
-            text = self.done_path(rank).read_text()
+                if given_up.wait(POLL_S):
+                    raise CheckpointError(f"rank {rank} had not written its part when the ranks lost one another")
+            text = path.read_text()
             if text:
                 raise CheckpointError(text)
+
+    def _broke_promise(self, rank):
+        if self._comm.local_world_size != self._comm.world_size:  # a lock may not reach other hosts
+            return False
+        try:
+            file = os.open(self.promise_path(rank), os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:  # it has been kept
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        finally:
+            os.close(file)
+        return True
 
 
 def reserve(file, size):
@@ -258,7 +291,8 @@ def start(engine, comm, folder, describe_all, sink_of):
     done = False
     try:
         saving.begin()
-        collective(comm, saving.what, lambda: saving.copy(sink_of(saving)))
+        sink = sink_of(saving)
+        collective(comm, saving.what, lambda: saving.copy(sink))
         table, first = saving.tables()
         done = True
     finally:
@@ -284,9 +318,14 @@ class Background:
 
     def __init__(self, engine, comm, folder, describe_all):
         self._engine, self._comm, self._error, self._blocks = engine, comm, None, []
-        saving, table, first = start(engine, comm, folder, describe_all, lambda saving: self._keep)
+        self._given_up = threading.Event()
+        saving, table, first = start(engine, comm, folder, describe_all, self._begin)
         self._thread = threading.Thread(target=self._run, args=(saving, table, first), name="zero_c save")
         self._thread.start()
+
+    def _begin(self, saving):
+        saving.promise()
+        return self._keep
 
     def _keep(self, file, offset, memory):
         self._blocks.append((file, offset, bytes(memory)))
@@ -304,7 +343,7 @@ class Background:
             if rank:
                 saving.tell_done(self._error or "")
             else:
-                saving.wait_done()
+                saving.wait_done(self._given_up)
                 if self._error is None:
                     saving.publish()
         except Exception as error:
@@ -313,8 +352,16 @@ class Background:
 
     def wait(self):
         """Collective: until the checkpoint is on the disk. CheckpointError on all ranks if it could not be written."""
-        self._thread.join()
-        self._engine.sync("wait_saved")
+        try:
+            self._engine.sync("wait_saved")
+            # Together, so that a rank that is lost meanwhile is missed by all; its own thread may still be busy.
+            while self._comm.all_reduce(numpy.array([self._thread.is_alive()], numpy.int64))[0]:
+                self._thread.join(POLL_S)
+        except BaseException:
+            self._given_up.set()
+            raise
+        finally:
+            self._thread.join()
 
         def outcome():
             if self._error is not None:

@@ -179,6 +179,25 @@ static void test_rank_dies_and_comes_again(void)
     finish(two);
 }
 
+/* One that is not is lost, whichever it is, long before the start timeout. */
+static void test_rank_dies_and_is_missed(void)
+{
+    for (size_t dies = 0; dies < 2; dies++) {
+        rank_case cases[2] = {{0, 3, NULL, 0, 10, ZC_EPEERLOST, {"rank 1 of job", "was lost", NULL}},
+                              {1, 3, NULL, 0, 10, ZC_EPEERLOST, {"rank 0 of job", "was lost", NULL}}};
+        pid_t pids[2];
+        new_job();
+        for (size_t r = 0; r < 2; r++)
+            pids[r] = start_case(&cases[r]);
+        pause_us(200000);
+        kill(pids[dies], SIGKILL);
+        waitpid(pids[dies], NULL, 0);
+        uint64_t start_ns = now_ns();
+        finish(pids[1 - dies]);
+        CHECK(now_ns() - start_ns < SECOND);
+    }
+}
+
 /* ---- strangers --------------------------------------------------------------- */
 
 static int knock(void)
@@ -219,7 +238,7 @@ static void test_garbage(void)
             memcpy(packet, &magic, sizeof magic);
             bytes = 8 + 6 * 4 + 512;
             if (i % 8 == 0) {
-                uint32_t rest[6] = {1, 1, 1, 2, 0, 1};
+                uint32_t rest[6] = {2, 1, 1, 2, 0, 1};
                 memcpy(packet + 8, rest, sizeof rest);
                 packet[32] = 't';
             }
@@ -275,6 +294,7 @@ int main(void)
     RUN(test_wrong_rank_or_size);
     RUN(test_two_jobs_of_one_name);
     RUN(test_rank_dies_and_comes_again);
+    RUN(test_rank_dies_and_is_missed);
     RUN(test_garbage);
     RUN(test_interrupt);
     DONE();

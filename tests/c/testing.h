@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static int testing_failures;
+static int testing_failures __attribute__((unused));
 
 #define CHECK(condition)                                                                 \
     do {                                                                                 \

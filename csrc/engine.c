@@ -341,6 +341,7 @@ zc_status engine_create(zc_comm *comm, zc_device *device, zc_stream *stream, con
     engine->rank = comm->rank;
     engine->ranks = comm->ranks;
     engine->clip_factor = 1.0;
+    engine->discards = ZC_HASH_START;
     engine->last.norm = NAN;
     engine->last_known = 1;
     engine->patience_ns = ENGINE_PATIENCE_NS;

@@ -194,7 +194,7 @@ struct zc_engine {
     uint64_t round_count;     /* rounds closed since creation */
     uint64_t rounds;          /* of them, summed since the last step */
     uint64_t last_rounds;     /* that the last step used */
-    uint64_t discards;        /* calls of discard, to be compared */
+    uint64_t discards;        /* a running hash of what discard was called for, to be compared */
     int waited_out;           /* this round has waited for room in vain */
     uint64_t patience_ns;     /* how long the next wait may be */
     double clip_factor;

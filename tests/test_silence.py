@@ -3,6 +3,7 @@
 Every function in CASES runs on both ranks at each stage, after the same backward or before it.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -186,6 +187,16 @@ def gradient_assigned(comm, stage):
     here.backward()
     here.weight.grad = torch.full((5, 3), comm.rank + 2.0)  # in place of the sum
     here.steps_by(torch.full((5, 3), 2.5))
+    for number in range(4):  # each parameter, on one rank only
+        with contextlib.closing(comm.split(0)) as group:  # which does not survive it
+            here = Here(group, stage)
+            here.backward()
+            if comm.rank == number % 2:
+                parameter = list(here.model.parameters())[number]
+                parameter.grad = torch.ones(parameter.shape)
+            with raised(zero_c.Mismatch, "replaced", "p.grad"):
+                here.opt.step()
+            del here
 
 
 @case("`model.zero_grad()` without `step()`")

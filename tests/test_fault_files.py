@@ -31,7 +31,7 @@ def test_files_in_the_middle_of_a_write(tmp_path):
 
 
 def test_torch_ranks_in_every_operation(tmp_path):
-    walk(tmp_path, "torch", "2", "3", OPERATIONS, "kr", "one")
+    walk(tmp_path, "torch", "2", "3", OPERATIONS, "k", "one")
 
 
 @pytest.mark.long

@@ -21,8 +21,8 @@ def walk(folder, ranks, variant, manners, places="all"):
     status, output = run([fault_build.walker(), str(folder / "walk"), str(ranks), variant, manners, places, str(JOBS)],
                          DEADLINE_S)
     assert status == 0, output
-    print(output.split("\n", 1)[0])
     lines = output.splitlines()
+    print(*(line for line in lines if not line.startswith(("fault at ", "passed "))), sep="\n")
     met = {line.removeprefix("fault at ") for line in lines if line.startswith("fault at ")}
     return met, met | {line.removeprefix("passed ") for line in lines if line.startswith("passed ")}
 

@@ -33,6 +33,29 @@ POLL_S = 0.05
 PATIENCE_S = 600.0  # rank 0's thread waits this long for others that live, after its own part
 DONE = b"+"  # in a rank's word; anything else is what went wrong
 
+_locks = set()  # descriptors of files that this process has locked
+
+
+def _leave_locks():
+    """In a forked process: what its parent has locked is free when the parent ends, not when the last of its children does."""
+    for file in _locks:
+        os.close(file)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks)
+
+
+def lock(file, how):
+    _locks.add(file)
+    fcntl.flock(file, how)
+
+
+def unlock(file):
+    _locks.discard(file)
+    fcntl.flock(file, fcntl.LOCK_UN)  # a process that C code forked has the descriptor too
+    os.close(file)
+
 
 def describe(entry, engine):
     counted = entry.kind == "parameter"
@@ -115,7 +138,7 @@ class Saving:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError("another save to this folder is under way; wait for it, or use another folder") from None
         kept = read_manifest(self._folder)
@@ -212,8 +235,7 @@ class Saving:
             with contextlib.suppress(OSError):
                 self._remove(lambda name: self._save in name or name == f"{MANIFEST}.new")
         if self._lock is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor too
-            os.close(self._lock)
+            unlock(self._lock)
         self._drop_word()
         self._fds, self._lock = [], None
 
@@ -225,7 +247,7 @@ class Saving:
     def give_word(self):
         """Local: a file whose lock is held until this rank has written its part, or has ended, however it ended."""
         self._word = os.open(self._word_path(self._comm.rank), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
-        fcntl.flock(self._word, fcntl.LOCK_EX)
+        lock(self._word, fcntl.LOCK_EX)
 
     def keep_word(self, error):
         """Rank 0's thread learns that this rank has written (None), or why not."""
@@ -234,8 +256,7 @@ class Saving:
 
     def _drop_word(self):
         if self._word is not None:
-            fcntl.flock(self._word, fcntl.LOCK_UN)  # as above
-            os.close(self._word)
+            unlock(self._word)
         self._word = None
 
     def wait_for_words(self):

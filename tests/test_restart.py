@@ -104,19 +104,25 @@ def test_a_signal_while_ranks_are_ended(tmp_path, number, status):
     assert ("SIGTERM came; no restart" in stderr) == (number == signal.SIGTERM)
 
 
+# In the first attempt each rank leaves two processes of another session; the second tells in which states it finds them.
+LEAVES = r"""
+import glob, os, subprocess, sys
+if os.environ["ZERO_C_RESTART"] == "0":
+    code = r"import os, time; os.fork(); os.write(1, b'%d\n' % os.getpid()); time.sleep(50)"
+    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE, text=True)
+    found = [child.stdout.readline() for _ in range(2)]
+    with open("pids" + os.environ["RANK"], "w") as pids:
+        pids.writelines(found)
+    sys.exit(3)
+pids = [line.strip() for name in glob.glob("pids*") for line in open(name)]
+states = [open(f"/proc/{pid}/stat").read().rsplit(")")[1].split()[0] for pid in pids if os.path.exists(f"/proc/{pid}")]
+os.write(1, repr((len(pids) >= 2, states)).encode() + b"\n")
+"""
+
+
 def test_nothing_of_an_attempt_meets_the_next(tmp_path):
     """What ranks had started, in whatever session, is gone when they start again; what ran before is not touched."""
-    script = ("import os, subprocess, sys, time\n"
-              "if os.environ['ZERO_C_RESTART'] == '0':\n"
-              "    code = 'import os, time; os.fork(); os.write(1, b"%d\\\\n" % os.getpid()); time.sleep(50)'\n"
-              "    child = subprocess.Popen([sys.executable, '-c', code], start_new_session=True, stdout=subprocess.PIPE, text=True)\n"
-              "    found = [child.stdout.readline() for _ in range(2)]\n"
-              "    open('pids' + os.environ['RANK'], 'w').writelines(found)\n"
-              "    sys.exit(3)\n"
-              "pids = [line.strip() for rank in '01' if os.path.exists('pids' + rank) for line in open('pids' + rank)]\n"
-              "states = [open(f'/proc/{pid}/stat').read().rsplit(')')[1].split()[0] for pid in pids if os.path.exists('/proc/' + pid)]\n"
-              "os.write(1, repr((len(pids) >= 2, states)).encode() + b'\\n')\n")
-    (tmp_path / "script.py").write_text(script)
+    (tmp_path / "script.py").write_text(LEAVES)
     # The shell's child is the launcher's, as the shell becomes it.
     shell = 'sleep 30 >/dev/null & echo $!; exec "$0" -m zero_c.launch -n 2 --max-restarts 1 script.py'
     done = subprocess.run(["bash", "-c", shell, sys.executable], cwd=tmp_path, text=True, timeout=60, stdout=subprocess.PIPE,

@@ -44,8 +44,8 @@ if attempt < int(sys.argv[1]):
 def test_ranks_start_again(tmp_path):
     done = launch(tmp_path, ATTEMPTS, "--max-restarts", "3", args=["2"])
     assert done.returncode == 0
-    assert done.stderr.splitlines() == [f"zero_c.launch: rank 1 ended with status {status}; ending the others, then restart {k} of 3"
-                                        for k, status in ((1, 10), (2, 137))]
+    assert done.stderr.splitlines() == ["zero_c.launch: rank 1 ended with status 10; ending the others, then restart 1 of 3",
+                                        "zero_c.launch: rank 1 ended with status 137; ending the others, then restart 2 of 3"]
     told = {tuple(line.split()) for line in done.stdout.splitlines()}
     assert len(done.stdout.splitlines()) == 6 and len(told) == 3, "the ranks of an attempt have the same"
     counts, torch_counts, jobs, tokens, _ = zip(*told, strict=True)
@@ -135,7 +135,7 @@ def test_nothing_of_an_attempt_meets_the_next(tmp_path):
 
 def test_a_rank_that_cannot_start_again_is_an_error(tmp_path):
     (tmp_path / "python").symlink_to(sys.executable)
-    (tmp_path / "script.py").write_text(f"import os\nif os.environ['RANK'] == '0': os.unlink({str(tmp_path / 'python')!r})\nexit(3)\n")
+    (tmp_path / "script.py").write_text(f"import os\nos.unlink({str(tmp_path / 'python')!r})\nexit(3)\n")
     packages = [PACKAGE_ROOT, str(Path(numpy.__file__).parents[1])]  # the link knows no virtual environment
     done = subprocess.run([tmp_path / "python", "-m", "zero_c.launch", "-n", "1", "--max-restarts", "2", tmp_path / "script.py"],
                           capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": os.pathsep.join(packages)})
@@ -169,7 +169,7 @@ STEPS_BETWEEN_KILLS = 6  # at most, besides those that pass while the test looks
 FILES = 4  # of a checkpoint
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=120):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -188,7 +188,7 @@ def ranks_of(launcher, attempt):
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             if int(stat.read_text().rsplit(")", 1)[1].split()[1]) == launcher.pid:
-                environ = dict(entry.split(b"=", 1) for entry in stat.with_name("environ").read_bytes().split(b"\0") if b"=" in entry)
+                environ = dict(entry.partition(b"=")[::2] for entry in stat.with_name("environ").read_bytes().split(b"\0"))
                 if int(environ[b"ZERO_C_RESTART"]) == attempt:
                     found[int(environ[b"ZERO_C_RANK"])] = int(stat.parent.name)
         except (OSError, KeyError):  # it has ended, or has not yet become a rank
@@ -197,7 +197,7 @@ def ranks_of(launcher, attempt):
 
 
 class Training:
-    """A program that prints "start K" and "step I  loss X" and saves to `folder`, under the launcher; and who kills its ranks."""
+    """A program under the launcher that prints "start ... step I" and "step I  loss X" and saves to `folder`; its ranks can be killed."""
 
     def __init__(self, program, folder, ranks, restarts, dice):
         self.folder, self.ranks, self.dice = folder, ranks, dice
@@ -206,13 +206,18 @@ class Training:
         with open(self._out, "wb") as out, open(self._errors, "wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "zero_c.launch", "-n", str(ranks), "--max-restarts", str(restarts), *map(str, program)],
-                stdout=out, stderr=errors, cwd=folder.parent, start_new_session=True, env={**os.environ, "PYTHONPATH": python_path()})
+                stdout=out, stderr=errors, cwd=folder.parent, start_new_session=True,
+                env={**os.environ, "PYTHONPATH": python_path()})
 
     def text(self):
         return self._out.read_text()
 
     def errors(self):
         return self._errors.read_text()
+
+    def starts(self):
+        """From which steps attempts went on; one that was killed at start-up tells nothing."""
+        return [int(step) for step in re.findall(r"^start .*step (\d+)$", self.text(), re.M)]
 
     def kill_one(self, attempt, moment):
         """Kills a rank of an attempt at a moment; whether a save was under way then."""
@@ -225,13 +230,12 @@ class Training:
             return len(where) == self.ranks
 
         wait_until(have_started)
+        losses = self.text().count("loss")  # of the attempts before, or few more
         if moment == "start":
             time.sleep(self.dice.uniform(0, 0.5))
         else:
-            begin = f"start {attempt}:"
-            wait_until(lambda: begin in self.text())
-            steps = self.dice.randrange(STEPS_BETWEEN_KILLS)
-            wait_until(lambda: self.text().rpartition(begin)[2].count("loss") >= steps)
+            steps = self.dice.randint(1, STEPS_BETWEEN_KILLS)
+            wait_until(lambda: self.text().count("loss") >= losses + steps)
             if moment == "save":
                 wait_until(lambda: is_saving(self.folder))
             time.sleep(self.dice.uniform(0, 0.01))
@@ -250,13 +254,13 @@ class Training:
 
 
 def uninterrupted(program, folder, ranks):
-    status, losses = Training(program, folder, ranks, 0, None).end()
+    status, losses = Training(program, folder, ranks, 0, dice=None).end()
     assert status == 0 and all(len(values) == 1 for values in losses.values())
     return losses
 
 
 def moments(kills):
-    """A third at start-up or anywhere, two thirds in saves."""
+    """One of five at start-up, one in steps, the others in saves."""
     return [("save", "start", "save", "step", "save")[number % 5] for number in range(kills)]
 
 
@@ -270,6 +274,7 @@ def killed_and_restarted(program, tmp_path, ranks, kills, steps, seed):
     assert status == 0, training.errors()
     assert training.errors().count(f" of {kills}\n") == kills
     assert losses == wanted and len(losses) == steps
+    assert 0 < training.starts()[-1] < steps and training.starts() == sorted(training.starts())
     assert len(os.listdir(folder)) == FILES
     return hit
 
@@ -279,7 +284,7 @@ def example(steps):
 
 
 def test_killed_ranks_change_no_bit(tmp_path):
-    assert killed_and_restarted(example(30), tmp_path, 2, kills=3, steps=30, seed=1) >= 1
+    assert killed_and_restarted(example(60), tmp_path, 2, kills=3, steps=60, seed=3) >= 1
 
 
 @pytest.mark.long
@@ -303,8 +308,10 @@ def killed_with_other_numbers(tmp_path, kills, steps, seed):
             training.kill_one(0, moment)
         status, losses = training.end()
         assert status == (137 if moment else 0), training.errors()
+        last = training.starts()
         for step, values in losses.items():
             seen.setdefault(step, set()).update(values)
+    assert 0 < last[0] < steps
     assert seen.keys() == wanted.keys() == set(range(1, steps + 1))
     for step, values in seen.items():
         for value in values:
@@ -313,7 +320,7 @@ def killed_with_other_numbers(tmp_path, kills, steps, seed):
 
 
 def test_killed_and_started_with_other_numbers_of_ranks(tmp_path):
-    killed_with_other_numbers(tmp_path, kills=2, steps=20, seed=4)
+    killed_with_other_numbers(tmp_path, kills=2, steps=60, seed=5)
 
 
 @pytest.mark.long
@@ -337,7 +344,7 @@ def documented(steps):
 @pytest.mark.long
 def test_the_documented_loop_is_killed(tmp_path):
     pytest.importorskip("torch")
-    assert killed_and_restarted(documented(200), tmp_path, 2, kills=12, steps=200, seed=6) >= 3
+    assert killed_and_restarted(documented(150), tmp_path, 2, kills=8, steps=150, seed=6) >= 2
 
 
 # ---- torchrun --------------------------------------------------------------------------------
@@ -355,8 +362,8 @@ def fatal(opt):
 
 
 zero_c.ShardedOptimizer.step = fatal
-sys.path.insert(0, os.path.dirname(sys.argv[1]))
 del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -366,9 +373,9 @@ def test_torchrun_starts_again(tmp_path):
     pytest.importorskip("torch")
     wanted = uninterrupted(example(20)(tmp_path / "whole"), tmp_path / "whole", 2)
     (tmp_path / "dies_once.py").write_text(DIES_ONCE)
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
-                           tmp_path / "dies_once.py", *map(str, example(20)(tmp_path / "killed"))], text=True, capture_output=True,
-                          timeout=120, env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"})
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    done = subprocess.run([*torchrun, tmp_path / "dies_once.py", *map(str, example(20)(tmp_path / "killed"))], text=True,
+                          capture_output=True, timeout=120, env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     losses = re.findall(r"^step (\d+)  loss (\S+)$", done.stdout, re.M)
     assert [int(step) for step, _ in losses] == [*range(1, 8), *range(7, 21)]

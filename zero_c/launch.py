@@ -167,8 +167,8 @@ def watch(processes, first_rank, grace_s, then):
         if failed:
             # One that a signal ended comes first: others may have lost it, and raised.
             first = min(failed, key=lambda process: process.returncode > 0)
-            print(f"zero_c.launch: rank {first_rank + processes.index(first)} ended with status {status_of(first)}; ending the others"
-                  f"{then if kill_at is None else ''}", file=sys.stderr, flush=True)
+            print(f"zero_c.launch: rank {first_rank + processes.index(first)} ended with status {status_of(first)}; "
+                  f"ending the others{then if kill_at is None else ''}", file=sys.stderr, flush=True)
             end(processes, grace_s)
             return status_of(first), kill_at is not None
         if all(process.returncode == 0 for process in processes):

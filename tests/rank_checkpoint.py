@@ -4,6 +4,7 @@
 `Trouble` counts a rank's calls of the system and spoils one of them.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -220,6 +221,29 @@ def save_with_trouble(folder, rank, at, kill, stage=2):
     with Trouble(at if comm.rank == rank else 0, kill=kill) as trouble:
         text = error_of(lambda: opt.save(folder))
     return trouble.count, text, wanted == digest(everything(opt)), wanted
+
+
+def dies_in_a_save_with_a_child(folder):
+    """Rank 0 is killed in a save, and a process that it has forked there lives on; its pid is in `folder`.child."""
+    comm = zero_c.init()
+    opt = build(comm)
+
+    def fatal(file):
+        child = os.fork()
+        if child:
+            with open(f"{folder}.child", "w") as told:
+                told.write(str(child))
+            os.kill(os.getpid(), signal.SIGKILL)
+        for entry in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{entry}").startswith("pipe:"):
+                    os.close(int(entry))  # the end of the rank is the end of its answers
+        while True:
+            time.sleep(60)
+
+    if comm.rank == 0:
+        os.fsync = fatal  # in a process that ends
+    return error_of(lambda: opt.save(folder))
 
 
 def every_error_of_a_save(folder, rank):

@@ -141,6 +141,23 @@ def test_a_save_may_be_killed_anywhere(groups, tmp_path, rank, every):
     assert seen == ({False, True} if rank == 0 else {False})
 
 
+def test_a_killed_rank_leaves_no_lock_to_its_children(groups, tmp_path):
+    """As a worker of a data loader may live on for seconds, while the ranks start again and save."""
+    folder = tmp_path / "here"
+    ranks = RankGroup(2)
+    ranks.start(rank_checkpoint.dies_in_a_save_with_a_child, str(folder))
+    outcomes = ranks.wait(30)
+    child = int(folder.with_suffix(".child").read_text())
+    try:
+        assert outcomes[0].exit_code == -9 and "PeerLost" in outcomes[1].value
+        assert groups(2).run(rank_checkpoint.save_as, str(folder)) == ["", ""]
+        os.kill(child, 0)
+    finally:
+        os.kill(child, 9)
+    assert len(os.listdir(folder)) == FILES
+    ranks.close()
+
+
 @pytest.mark.parametrize("rank", (0, 1))
 def test_every_call_of_a_save_may_fail(groups, tmp_path, rank):
     for wrong, calls in groups(2).run(rank_checkpoint.every_error_of_a_save, str(tmp_path), rank):

@@ -19,7 +19,8 @@ import zero_c.torch  # noqa: E402
 PACKAGE = Path(zero_c.__file__).parent
 PROGRAM = Path(__file__).with_name("typed_program.py")
 STUBS = {PACKAGE / "_init.pyi": zero_c._init, PACKAGE / "_last_step.pyi": zero_c._last_step,
-         PACKAGE / "_profile.pyi": zero_c._profile, PACKAGE / "_arrays.pyi": zero_c._arrays, PACKAGE / "plan.pyi": zero_c.plan,
+         PACKAGE / "_checkpoint.pyi": zero_c._checkpoint, PACKAGE / "_profile.pyi": zero_c._profile,
+         PACKAGE / "_arrays.pyi": zero_c._arrays, PACKAGE / "plan.pyi": zero_c.plan,
          PACKAGE / "torch" / "__init__.pyi": zero_c.torch}
 CLASSES = {"zero_c.ShardedOptimizer": zero_c.ShardedOptimizer, "zero_c.Communicator": zero_c.Communicator,
            "zero_c.Profile": zero_c._profile.Profile,

@@ -28,7 +28,8 @@ def arrays() -> float | None:
     opt.zero_grad()
     opt.refresh(0)
     opt.save("folder")
-    opt.load("folder")
+    if zero_c.has_checkpoint("folder"):
+        opt.load("folder")
     print(len(opt), norm, opt.grad(0).sum(), opt.param(0), opt.param_dlpack(0), opt.state(0), opt.full_state(0), opt.memory()["total"],
           opt.traffic()["bytes"])
     with opt.profile(capacity=100) as profile:

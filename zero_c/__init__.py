@@ -18,6 +18,7 @@ except ModuleNotFoundError as error:
 
 from zero_c import _init
 from zero_c._arrays import ShardedOptimizer
+from zero_c._checkpoint import has_checkpoint
 from zero_c._core import (
     CheckpointError,
     CommError,
@@ -40,6 +41,7 @@ __all__ = [
     "ShardedOptimizer",
     "Timeout",
     "__version__",
+    "has_checkpoint",
     "init",
     "local_group",
 ]

@@ -1,5 +1,6 @@
 from zero_c import _init as _init
 from zero_c._arrays import ShardedOptimizer as ShardedOptimizer
+from zero_c._checkpoint import has_checkpoint as has_checkpoint
 from zero_c._core import CheckpointError as CheckpointError
 from zero_c._core import CommError as CommError
 from zero_c._core import Communicator as Communicator

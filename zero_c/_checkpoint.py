@@ -36,8 +36,10 @@ all raise the same error or none does.
 
 import json
 import math
+import os
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy
 
@@ -171,6 +173,18 @@ def read_manifest(folder):
         return path.read_bytes()
     except FileNotFoundError:
         return None
+
+
+def has_checkpoint(path):
+    """Whether a save to this folder has ended: whether there is something for load(), which then checks it.
+
+    Each rank looks for itself, and no rank should be saving. What an interrupted first save left is no checkpoint.
+    """
+    try:
+        os.stat(Path(path) / MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 # ---- the optimizer ---------------------------------------------------------------

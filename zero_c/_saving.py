@@ -32,6 +32,29 @@ from zero_c._version import VERSION
 POLL_S = 0.05
 PATIENCE_S = 600.0  # rank 0's thread waits this long for the others' after its own part
 
+_locks = set()  # descriptors of files that this process has locked
+
+
+def _leave_locks():
+    """In a forked process: what its parent has locked is free when the parent ends, not when the last of its children does."""
+    for file in _locks:
+        os.close(file)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks)
+
+
+def lock(file, how):
+    _locks.add(file)
+    fcntl.flock(file, how)
+
+
+def unlock(file):
+    _locks.discard(file)
+    fcntl.flock(file, fcntl.LOCK_UN)  # a process that C code forked has the descriptor too
+    os.close(file)
+
 
 def describe(entry, engine):
     counted = entry.kind == "parameter"
@@ -114,7 +137,7 @@ class Saving:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError("another save to this folder is under way; wait for it, or use another folder") from None
         kept = read_manifest(self._folder)
@@ -211,10 +234,9 @@ class Saving:
             with contextlib.suppress(OSError):
                 self._remove(lambda name: self._save in name or name == f"{MANIFEST}.new")
         if self._lock is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor too
-            os.close(self._lock)
+            unlock(self._lock)
         if self._promised is not None:
-            os.close(self._promised)
+            unlock(self._promised)
         self._fds, self._lock, self._promised = [], None, None
 
     # ---- in the background
@@ -231,7 +253,7 @@ class Saving:
 
     def _promise(self):
         self._promised = os.open(self.promise_path(self._comm.rank), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._promised, fcntl.LOCK_EX)
+        lock(self._promised, fcntl.LOCK_EX)
 
     def tell_done(self, text):
         """Rank 0's thread learns that this rank has written, or why not."""

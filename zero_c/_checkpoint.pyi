@@ -1,0 +1,3 @@
+from os import PathLike
+
+def has_checkpoint(path: str | PathLike[str]) -> bool: ...

@@ -127,6 +127,10 @@ def test_every_way_to_train_with_every_setting(groups, variation):
 def test_every_model_in_every_way(groups, name, how):
     if how == "gradients_for_the_caller" and "reentrant" in name:
         pytest.skip("torch refuses autograd.grad through reentrant checkpoints")
+    if how == "saved_elsewhere" and name == "one unit without gradient":
+        # save_on_cpu() keeps a result that a node saves of itself, as it is, where memory is the CPU's: node and result
+        # hold each other until a backward lets go, and the first unit has none.  Plain torch leaks the graph as well.
+        pytest.skip("torch never frees a graph without a backward that was built under save_on_cpu")
     groups(2).run(rank_stage3.agree, name, SETTINGS, how, deadline=120)
 
 

@@ -25,7 +25,7 @@ def cases(*rows):
     (False, "threads", 64, 1_000, "plain"), (False, "threads", 8, 300, "thread"), (False, "cycles", 2, 500, "plain"),
     (True, "processes", 2, 1_000_000, "plain"), (True, "processes", 4, 1_000_000, "plain"), (True, "processes", 8, 1_000_000, "plain"),
     (True, "threads", 64, 10_000, "plain"), (True, "threads", 64, 300, "thread"), (True, "threads", 16, 3_000, "address"),
-    (True, "cycles", 2, 10_000, "plain"), (True, "cycles", 4, 2_000, "address")))
+    (True, "cycles", 2, 10_000, "plain")))  # not under a sanitizer, which keeps what is freed
 def test_load(how, ranks, count, flavour):
     before = sorted(os.listdir("/dev/shm"))
     status, output = run([program(flavour), how, str(ranks), str(count), "1"], 900)

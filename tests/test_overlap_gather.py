@@ -335,6 +335,7 @@ def on_alone(comm):
     model(batch(comm.rank, 1, (4, 3)))
     if not comm.rank:
         comm.barrier()
+    opt.zero_grad()
     opt.step()
 
 

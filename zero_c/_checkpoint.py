@@ -137,6 +137,17 @@ def from_rank_0(comm, data):
     return array.tobytes()
 
 
+def all_texts(comm, text):
+    """The bytes that each rank gives, on every rank. Collective."""
+    lengths = comm.all_gather(numpy.array([len(text)], numpy.int64)).reshape(-1)
+    if not lengths.any():
+        return [b""] * comm.world_size
+    padded = numpy.zeros(int(lengths.max()), numpy.uint8)
+    padded[:len(text)] = numpy.frombuffer(text, numpy.uint8)
+    rows = comm.all_gather(padded).reshape(comm.world_size, -1)
+    return [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
 # ---- the manifest --------------------------------------------------------------
 
 

@@ -16,9 +16,7 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy
-
-from zero_c._checkpoint import from_rank_0
+from zero_c._checkpoint import all_texts, from_rank_0
 from zero_c._core import Error
 
 LANES = ("compute", "reduce", "gather", "update")  # the rows of a rank; nothing in a row overlaps
@@ -86,7 +84,7 @@ class Profile:
         """
         if self._on:
             raise Error(f"rank {self._comm.rank}: save() inside the profile; leave it first")
-        ranks = self._gather(json.dumps([self.spans, self.lost]).encode())
+        ranks = all_texts(self._comm, json.dumps([self.spans, self.lost]).encode())
         failed = b""
         if self._comm.rank == 0:
             try:
@@ -96,14 +94,6 @@ class Profile:
         failed = from_rank_0(self._comm, failed).decode()
         if failed:
             raise Error(f"rank 0 could not write the trace to {path}: {failed}")
-
-    def _gather(self, text):
-        """Every rank's text, by rank."""
-        lengths = self._comm.all_gather(numpy.array([len(text)], numpy.int64)).reshape(-1)
-        padded = numpy.zeros(int(lengths.max()), numpy.uint8)
-        padded[:len(text)] = numpy.frombuffer(text, numpy.uint8)
-        rows = self._comm.all_gather(padded).reshape(len(lengths), -1)
-        return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
     def _describe(self, work):
         """A piece of the engine's work as a span."""

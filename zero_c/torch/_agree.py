@@ -5,6 +5,7 @@ import hashlib
 import numpy
 
 import zero_c
+from zero_c._checkpoint import all_texts
 
 from ._arguments import options_of
 
@@ -33,17 +34,6 @@ def plain(value):
     if isinstance(value, (list, tuple)):
         return "(" + ", ".join(plain(item) for item in value) + ")"
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
-
-
-def all_texts(comm, text):
-    """The bytes that each rank gives, on every rank. Collective."""
-    lengths = comm.all_gather(numpy.array([len(text)], numpy.int64)).reshape(-1)
-    if not lengths.any():
-        return [b""] * comm.world_size
-    padded = numpy.zeros(int(lengths.max()), numpy.uint8)
-    padded[:len(text)] = numpy.frombuffer(text, numpy.uint8)
-    rows = comm.all_gather(padded).reshape(comm.world_size, -1)
-    return [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
 def compare(comm, what, lines):

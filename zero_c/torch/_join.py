@@ -14,8 +14,6 @@ import json
 import zero_c
 from zero_c import _checkpoint
 
-from . import _agree
-
 
 class Join:
     """One rank's part of one `with opt.join()`."""
@@ -34,7 +32,7 @@ class Join:
     def _meet(self, own):
         """What the ranks announce; None: no rank anything."""
         self._opt._engine.sync("join")
-        texts = _agree.all_texts(self._opt._comm, json.dumps(own).encode() if own is not None else b"")
+        texts = _checkpoint.all_texts(self._opt._comm, json.dumps(own).encode() if own is not None else b"")
         if not any(texts):
             return None
         first = next(rank for rank, other in enumerate(texts) if other)

@@ -221,8 +221,8 @@ def end_orphans(own):
 
 def run(options, mask):
     """All attempts; the exit status of the last."""
-    own = children()  # of whoever this process was before it became the launcher
     if options.max_restarts:
+        own = children()  # of whoever this process was before it became the launcher
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
     for restart in range(options.max_restarts + 1):
         again = restart < options.max_restarts

@@ -166,6 +166,7 @@ def test_whether_there_is_a_checkpoint(tmp_path):
 # ---- training that is killed --------------------------------------------------------------
 
 STEPS_BETWEEN_KILLS = 6  # at most, besides those that pass while the test looks
+LOOKS = 20  # at most, for a save
 FILES = 4  # of a checkpoint
 
 
@@ -233,15 +234,22 @@ class Training:
         losses = self.text().count("loss")  # of the attempts before, or few more
         if moment == "start":
             time.sleep(self.dice.uniform(0, 0.5))
-        else:
-            steps = self.dice.randint(1, STEPS_BETWEEN_KILLS)
-            wait_until(lambda: self.text().count("loss") >= losses + steps)
-            if moment == "save":
-                wait_until(lambda: is_saving(self.folder))
-            time.sleep(self.dice.uniform(0, 0.01))
+            return self.kill_stopped(where[victim])
+        steps = self.dice.randint(1, STEPS_BETWEEN_KILLS)
+        wait_until(lambda: self.text().count("loss") >= losses + steps)
+        for _ in range(LOOKS if moment == "save" else 1):
+            time.sleep(self.dice.uniform(0, 0.003))
+            os.kill(where[victim], signal.SIGSTOP)  # where it is now, it stays; a save lasts less than a look at the folder
+            if moment != "save" or is_saving(self.folder):
+                break
+            os.kill(where[victim], signal.SIGCONT)
+        return self.kill_stopped(where[victim])
+
+    def kill_stopped(self, pid):
+        os.kill(pid, signal.SIGSTOP)
         saving = is_saving(self.folder)
-        os.kill(where[victim], signal.SIGKILL)
-        return saving and is_saving(self.folder)
+        os.kill(pid, signal.SIGKILL)
+        return saving
 
     def end(self):
         """Status and losses by step, all that were printed; nothing may be left."""
@@ -284,13 +292,13 @@ def example(steps):
 
 
 def test_killed_ranks_change_no_bit(tmp_path):
-    assert killed_and_restarted(example(60), tmp_path, 2, kills=3, steps=60, seed=3) >= 1
+    assert killed_and_restarted(example(400), tmp_path, 2, kills=3, steps=400, seed=3) >= 1
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "seed"), [(2, 2), (3, 3)])
 def test_many_kills_change_no_bit(tmp_path, ranks, seed):
-    assert killed_and_restarted(example(800), tmp_path, ranks, kills=50, steps=800, seed=seed) >= 20
+    assert killed_and_restarted(example(5000), tmp_path, ranks, kills=50, steps=5000, seed=seed) >= 20
 
 
 def killed_with_other_numbers(tmp_path, kills, steps, seed):
@@ -320,12 +328,12 @@ def killed_with_other_numbers(tmp_path, kills, steps, seed):
 
 
 def test_killed_and_started_with_other_numbers_of_ranks(tmp_path):
-    killed_with_other_numbers(tmp_path, kills=2, steps=60, seed=5)
+    killed_with_other_numbers(tmp_path, kills=2, steps=400, seed=5)
 
 
 @pytest.mark.long
 def test_killed_many_times_and_started_with_other_numbers_of_ranks(tmp_path):
-    killed_with_other_numbers(tmp_path, kills=50, steps=800, seed=5)
+    killed_with_other_numbers(tmp_path, kills=50, steps=5000, seed=5)
 
 
 def documented(steps):
@@ -347,7 +355,7 @@ def documented(steps):
 @pytest.mark.long
 def test_the_documented_loop_is_killed(tmp_path):
     pytest.importorskip("torch")
-    assert killed_and_restarted(documented(100), tmp_path, 2, kills=5, steps=100, seed=6) >= 2
+    assert killed_and_restarted(documented(500), tmp_path, 2, kills=5, steps=500, seed=6) >= 2
 
 
 # ---- torchrun --------------------------------------------------------------------------------

@@ -87,7 +87,14 @@ def cases():
                                marks=[] if short else [pytest.mark.long])
 
 
-@pytest.mark.parametrize("job", list(cases()))
+def on_hosts():
+    """The engine's programs with ranks on two hosts."""
+    for program in ENGINE:
+        yield pytest.param(Job(program.stem, environment=(("ON_HOSTS", "1"),)), id=f"{program.stem}-hosts",
+                           marks=[] if program.stem == "test_engine" else [pytest.mark.long])
+
+
+@pytest.mark.parametrize("job", [*cases(), *on_hosts()])
 def test_program(programs, job):
     status, output = programs.result(job)
     assert status == 0, f"{job.name} ended with status {status}:\n{output}"

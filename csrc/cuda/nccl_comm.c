@@ -12,6 +12,7 @@
 
 #define POLL_NS 200000l
 #define FINISH_NS 1000000000ull /* for peers to fetch what they have not received yet */
+#define HEAR_NS 1000000000ull   /* for the host's plane to say what NCCL met only the effect of */
 #define TAGS_MOST ((1u << NCCL_TAG_BITS) - 3) /* what the host can do, less one */
 
 enum { START_TAG, START_TAGS }; /* of the communicator's own channel on the host */
@@ -30,6 +31,19 @@ zc_status nccl_give_up(nccl_comm *comm, zc_status status, const char *why)
     return first != ZC_OK ? first : zc_fail(status, "%s", text);
 }
 
+/*
+ * Between hosts declarations and bad news travel, and NCCL may be faster.  If ranks differ, or one is gone, that is
+ * known once every rank's declaration of what this lane has posted has arrived, or as the loss.
+ */
+static void hear_the_reason(nccl_comm *comm, int lane)
+{
+    char list[256];
+    uint64_t until_ns = nccl_now_ns() + HEAR_NS;
+    while (nccl_missing(comm, lane, comm->lane[lane].posted, list, sizeof list) &&
+           comm_watch(comm->host, "a failed operation") == ZC_OK && nccl_now_ns() < until_ns)
+        nanosleep(&(struct timespec){.tv_nsec = POLL_NS}, NULL);
+}
+
 zc_status nccl_broken(nccl_comm *comm, int lane, ncclResult_t result, const char *what)
 {
     char why[900];
@@ -40,6 +54,7 @@ zc_status nccl_broken(nccl_comm *comm, int lane, ncclResult_t result, const char
     snprintf(why, sizeof why, "rank %zu: NCCL %d.%d.%d failed in %s on GPU %d: %s%s%.500s%s", comm->name,
              comm->api->version / 10000, comm->api->version / 100 % 100, comm->api->version % 100, what, comm->ordinal,
              comm->api->GetErrorString(result), last && *last ? ": " : "", last ? last : "", advice);
+    hear_the_reason(comm, lane);
     return nccl_give_up(comm, ZC_ECOMM, why);
 }
 

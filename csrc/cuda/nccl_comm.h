@@ -32,8 +32,10 @@
  * Nobody gets another operation's result.  NCCL compares nothing: two operations of
  * one size that ranks post in different order would give wrong sums, others hang.  So
  * each is declared on the host (comm_declare, one line for each lane) before NCCL gets
- * it, and ranks that differ get ZC_EMISMATCH with both sides.  The
- * number of declarations tells a timeout who has not come, too.
+ * it, and ranks that differ get ZC_EMISMATCH with both sides.  Between hosts a declaration
+ * travels, and NCCL may have both operations before it arrives.  What comes of them is
+ * used for nothing that stays: the ranks' next meeting on the host comes behind the
+ * declarations, and fails.  The number of declarations tells a timeout who has not come, too.
  *
  * Of the host's communicator this needs channels without regions, records, plain arrays,
  * declarations, groups and failures, and no memory that ranks can see.

@@ -202,7 +202,10 @@ static void run_plan(const plan *p, char *weights)
     pthread_t threads[MAX_RANKS];
     char *others = calloc(MAX_RANKS, WEIGHT_BYTES);
     elsewhere_begin();
-    CHECK_OK(zc_comm_open_local(p->ranks, 20, comms));
+    if (p->defer)
+        elsewhere_open(p->ranks, 20, comms);
+    else
+        CHECK_OK(zc_comm_open_local(p->ranks, 20, comms));
     for (size_t r = 0; r < p->ranks; r++) {
         jobs[r] = (job){p, comms[r], r, r ? others + r * WEIGHT_BYTES : weights};
         pthread_create(&threads[r], NULL, train, &jobs[r]);

@@ -229,7 +229,10 @@ static char *run_ranks(const plan *p, void *(*body)(void *), job *jobs)
     size_t bytes = weight_bytes(p);
     char *weights = calloc(p->ranks, bytes);
     elsewhere_begin();
-    CHECK_OK(zc_comm_open_local(p->ranks, 20, comms));
+    if (p->elsewhere)
+        elsewhere_open(p->ranks, 20, comms);
+    else
+        CHECK_OK(zc_comm_open_local(p->ranks, 20, comms));
     for (size_t r = 0; r < p->ranks; r++) {
         jobs[r] = (job){.plan = p, .comm = comms[r], .rank = r, .weights = weights + r * bytes};
         pthread_create(&threads[r], NULL, body, &jobs[r]);

@@ -2,7 +2,7 @@
 bf16 autocast, two batches a step, generate() in the middle. Random weights and made-up tokens: nothing is downloaded.
 
     python -m zero_c.launch -n 2 --no-torch-env examples/hf_causal_lm.py --stage 2
-    python -m zero_c.launch -n 2 examples/hf_causal_lm.py --plain                      # DDP and torch's AdamW, to compare with
+    python -m zero_c.launch -n 2 examples/hf_causal_lm.py --ddp                      # DDP and torch's AdamW, to compare with
 """
 import torch
 from accelerate import Accelerator
@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import zero_c
 from zero_c.torch import ShardedOptimizer
 
-from script import arguments, made_up_tokens, report
+from packages import made_up_tokens, report
+from side_by_side import arguments
 
 VOCABULARY = 128
 
@@ -28,10 +29,10 @@ def build():
 
 
 def main(argv=None):
-    args = arguments(__doc__, argv)
+    args = arguments(__doc__, steps=6, argv=argv)
     comm = zero_c.init()
     model = build()
-    if args.plain:
+    if args.ddp:
         opt = torch.optim.AdamW(model.parameters(), lr=2e-3)
     else:
         opt = ShardedOptimizer(model, lr=2e-3, stage=args.stage)
@@ -39,7 +40,7 @@ def main(argv=None):
     loader = torch.utils.data.DataLoader(made_up_tokens(args.steps * 2 * comm.world_size * 4, VOCABULARY), batch_size=4)
 
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2, step_scheduler_with_optimizer=False)
-    if not args.plain:
+    if not args.ddp:
         # accelerate knows one process: it is told which batches are this rank's, and that the norm is the optimizer's matter.
         loader = prepare_data_loader(loader, num_processes=comm.world_size, process_index=comm.rank)
         accelerator.clip_grad_norm_ = lambda parameters, max_norm, norm_type=2: opt.clip_grad_norm_(max_norm, norm_type)

@@ -2,7 +2,7 @@
 decay, the schedule with warmup, a model saved for from_pretrained(). Random weights and made-up data: nothing is downloaded.
 
     python -m zero_c.launch -n 2 examples/hf_classifier.py --stage 2
-    python -m zero_c.launch -n 2 examples/hf_classifier.py --plain                      # DDP and torch's AdamW, to compare with
+    python -m zero_c.launch -n 2 examples/hf_classifier.py --ddp                      # DDP and torch's AdamW, to compare with
 """
 import torch
 from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
@@ -10,7 +10,8 @@ from transformers import BertConfig, BertForSequenceClassification, get_linear_s
 import zero_c
 from zero_c.torch import ShardedOptimizer
 
-from script import arguments, made_up_tokens, report
+from packages import made_up_tokens, report
+from side_by_side import arguments
 
 VOCABULARY = 64
 
@@ -31,7 +32,7 @@ def groups(model):
 
 
 def main(argv=None):
-    args = arguments(__doc__, argv, save="folder for the trained model")
+    args = arguments(__doc__, steps=6, argv=argv, save="folder for the trained model")
     comm = zero_c.init()
     model = build()
     torch.manual_seed(1 + comm.rank)  # every rank drops out for itself
@@ -41,7 +42,7 @@ def main(argv=None):
     sampler = torch.utils.data.DistributedSampler(data, num_replicas=comm.world_size, rank=comm.rank, seed=3)
     loader = torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler)
 
-    if args.plain:
+    if args.ddp:
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("gloo")
         opt = torch.optim.AdamW(groups(model), lr=1e-3)
@@ -59,7 +60,7 @@ def main(argv=None):
         schedule.step()
         opt.zero_grad()
         losses.append(loss.item())
-    if args.save and not args.plain:
+    if args.save and not args.ddp:
         state = opt.full_model_state_dict(rank=0)  # whole at every stage, on rank 0
         if comm.rank == 0:
             model.save_pretrained(args.save, state_dict=state)

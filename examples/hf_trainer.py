@@ -2,7 +2,7 @@
 training that goes on from one. Random weights and made-up tokens: nothing is downloaded.
 
     python -m zero_c.launch -n 2 --no-torch-env examples/hf_trainer.py --stage 2 --folder run
-    python -m zero_c.launch -n 2 examples/hf_trainer.py --plain --folder run      # Trainer's own DDP, to compare with
+    python -m zero_c.launch -n 2 examples/hf_trainer.py --ddp --folder run        # Trainer's own DDP, to compare with
 """
 import os
 
@@ -12,7 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import zero_c
 from zero_c.torch import ShardedOptimizer
 
-from script import arguments, made_up_tokens, report
+from packages import made_up_tokens, report
+from side_by_side import arguments
 
 VOCABULARY = 96
 BATCH, ACCUMULATED = 4, 2
@@ -58,12 +59,12 @@ def settings(args, folder):
 
 
 def main(argv=None):
-    args = arguments(__doc__, argv, folder="for checkpoints", resume="go on from this step's checkpoint")
+    args = arguments(__doc__, steps=6, argv=argv, folder="for checkpoints", resume="go on from this step's checkpoint")
     comm = zero_c.init()
     model = build()
     count = args.steps * BATCH * ACCUMULATED * comm.world_size
     evaluated = tokens_of(0, 8)
-    if args.plain:
+    if args.ddp:
         kind, folder, data = Trainer, args.folder, tokens_of(0, count)
         opt = torch.optim.AdamW(model.parameters(), lr=2e-3)
     else:

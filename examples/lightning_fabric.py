@@ -2,7 +2,7 @@
 Made-up tokens: nothing is downloaded.
 
     python -m zero_c.launch -n 2 --no-torch-env examples/lightning_fabric.py --stage 2 --folder run
-    python -m zero_c.launch -n 2 examples/lightning_fabric.py --plain --folder run               # Fabric's DDP, to compare with
+    python -m zero_c.launch -n 2 examples/lightning_fabric.py --ddp --folder run                 # Fabric's DDP, to compare with
 """
 import os
 
@@ -13,20 +13,21 @@ import zero_c
 from zero_c.torch import ShardedOptimizer
 
 from lightning_trainer import VOCABULARY, Model
-from script import arguments, made_up_tokens, report
+from packages import made_up_tokens, report
+from side_by_side import arguments
 
 BATCH = 8
 
 
 def main(argv=None):
-    args = arguments(__doc__, argv, folder="for the checkpoint", resume="go on from this step's checkpoint")
+    args = arguments(__doc__, steps=6, argv=argv, folder="for the checkpoint", resume="go on from this step's checkpoint")
     comm = zero_c.init()
-    ranks = {"devices": comm.world_size, "strategy": "ddp"} if args.plain else {"devices": 1, "strategy": "auto"}
+    ranks = {"devices": comm.world_size, "strategy": "ddp"} if args.ddp else {"devices": 1, "strategy": "auto"}
     fabric = lightning.Fabric(accelerator="cpu", precision="bf16-mixed", **ranks)
     fabric.launch()
     torch.manual_seed(0)
     model = Model()
-    if args.plain:
+    if args.ddp:
         opt = torch.optim.AdamW(model.parameters(), lr=2e-3)
     else:
         opt = ShardedOptimizer(model, lr=2e-3, stage=args.stage)
@@ -47,7 +48,7 @@ def main(argv=None):
             continue
         loss = module(tokens)
         fabric.backward(loss)
-        if args.plain:
+        if args.ddp:
             norm = fabric.clip_gradients(module, optimizer, max_norm=0.5)
         else:
             norm = opt.clip_grad_norm_(0.5)  # not of `optimizer`: that is Fabric's wrapper, which is for step() and zero_grad()
@@ -55,7 +56,7 @@ def main(argv=None):
         optimizer.zero_grad()
         losses.append(loss.item())
         norms.append(norm.item())
-        if not args.plain and step == args.steps // 2:
+        if not args.ddp and step == args.steps // 2:
             opt.save(checkpoint(args, step))
     return report(args, comm, losses, {"norms": norms})
 

@@ -2,7 +2,7 @@
 checkpoints and training that goes on from one. Made-up tokens: nothing is downloaded.
 
     python -m zero_c.launch -n 2 --no-torch-env examples/lightning_trainer.py --stage 2 --folder run
-    python -m zero_c.launch -n 2 examples/lightning_trainer.py --plain --folder run        # Lightning's DDP, to compare with
+    python -m zero_c.launch -n 2 examples/lightning_trainer.py --ddp --folder run          # Lightning's DDP, to compare with
 """
 import os
 
@@ -12,7 +12,8 @@ import torch
 import zero_c
 from zero_c.torch import ShardedOptimizer
 
-from script import arguments, made_up_tokens, report
+from packages import made_up_tokens, report
+from side_by_side import arguments
 
 VOCABULARY = 96
 BATCH, ACCUMULATED, EPOCHS = 4, 2, 2
@@ -52,7 +53,7 @@ class Training(lightning.LightningModule):
         self.validated.append(self.model(batch[0]).item())
 
     def configure_optimizers(self):
-        if self.args.plain:
+        if self.args.ddp:
             opt = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
         else:
             # Not of `self`: Lightning calls training_step() and not self(), and stage 3 gathers where a module is called.
@@ -62,7 +63,7 @@ class Training(lightning.LightningModule):
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
         """Gradients are in the engine, so that is who clips them."""
-        if self.args.plain:
+        if self.args.ddp:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         elif gradient_clip_val is not None:
             self.optimizers(use_pl_optimizer=False).clip_grad_norm_(gradient_clip_val)
@@ -75,13 +76,13 @@ class Checkpoints(lightning.Callback):
         self.folder = folder
 
     def on_train_epoch_end(self, trainer, training):
-        if not training.args.plain:
+        if not training.args.ddp:
             with training.optimizers(use_pl_optimizer=False).gathered():
                 trainer.save_checkpoint(os.path.join(self.folder, f"step-{trainer.global_step}.ckpt"))
 
 
 def main(argv=None):
-    args = arguments(__doc__, argv, folder="for checkpoints", resume="go on from this step's checkpoint")
+    args = arguments(__doc__, steps=6, argv=argv, folder="for checkpoints", resume="go on from this step's checkpoint")
     comm = zero_c.init()
     torch.manual_seed(0)
     training = Training(args)
@@ -90,7 +91,7 @@ def main(argv=None):
     sampler = torch.utils.data.DistributedSampler(data, num_replicas=comm.world_size, rank=comm.rank, shuffle=False)
     folder = os.path.join(args.folder, f"rank{comm.rank}")  # each rank saves its shards
     # With DDP Lightning is told of the ranks; otherwise of none but this.
-    ranks = {"devices": comm.world_size, "strategy": "ddp"} if args.plain else {"devices": 1, "strategy": "auto"}
+    ranks = {"devices": comm.world_size, "strategy": "ddp"} if args.ddp else {"devices": 1, "strategy": "auto"}
     trainer = lightning.Trainer(
         accelerator="cpu", max_epochs=EPOCHS, accumulate_grad_batches=ACCUMULATED, gradient_clip_val=0.5, logger=False,
         callbacks=[Checkpoints(folder)], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

@@ -7,7 +7,8 @@ import os
 import torch
 
 
-def arguments(doc, steps):
+def arguments(doc, steps, argv=None, **more):
+    """--stage or --ddp, --steps, --log; more: options of one script, name=help."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--stage", type=int, default=2,
@@ -15,7 +16,9 @@ def arguments(doc, steps):
     how.add_argument("--ddp", action="store_true", help="DistributedDataParallel and torch's optimizer instead")
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--log", help="write losses and results to LOG.<rank>.json instead of printing")
-    return parser.parse_args()
+    for name, text in more.items():
+        parser.add_argument(f"--{name}", help=text)
+    return parser.parse_args(argv)
 
 
 class Ranks:

@@ -50,7 +50,7 @@ def outcome(ours, plain, tmp_path_factory):
     def find(script, stage):
         if (script, stage) not in known:
             folder = tmp_path_factory.mktemp(script)
-            group, which = (plain, ["--plain"]) if stage is None else (ours, ["--stage", str(stage)])
+            group, which = (plain, ["--ddp"]) if stage is None else (ours, ["--stage", str(stage)])
             known[script, stage] = group.run(rank_examples.run, script, which + folder_of(script, folder), deadline=120), folder
         return known[script, stage]
 

@@ -327,6 +327,8 @@ zc_status hub_comm_open(const hub_comm_config *config, zc_comm **out)
     *out = NULL;
     zc_status status = check(config);
     if (status == ZC_OK)
+        status = hub_fork_prepare();
+    if (status == ZC_OK)
         status = hub_world_new(config, &world);
     if (status == ZC_OK && !(group = hub_group_new(world, config->ranks)))
         status = zc_fail(ZC_ENOMEM, "rank %zu: out of memory", config->rank);

@@ -23,10 +23,10 @@
  * rank takes part in it with its reason instead, all return that, and the group is
  * as before.  Lack of memory at the hub fails the group.
  *
- * Failure.  A connection that ends without a farewell is a lost rank.  So is a host
- * that falls silent: both sides send a beat at least every HUB_BEAT_NS and take
- * HUB_SILENCE_BEATS times that without anything for the end (TCP alone would take
- * minutes, and a forked child keeps its parent's connection open).  The hub tells
+ * Failure.  A connection that ends without a farewell is a lost rank; forked
+ * children let go of it (hub_fork.h).  So is a host that falls silent: both sides
+ * send a beat at least every HUB_BEAT_NS and take HUB_SILENCE_BEATS times that
+ * without anything for the end (TCP alone would take minutes).  The hub tells
  * all ranks of every group the rank is in, with the sentence; the first reason
  * stays, but an answer that was given before still counts.  If the hub's process
  * ends, every rank sees its own connection end, and that is the loss of rank 0.  A

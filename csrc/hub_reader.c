@@ -144,7 +144,7 @@ static void lose(hub_world *world, const char *why)
     if (!world->ending)
         hub_lose(world, ZC_EPEERLOST, text);
     pthread_mutex_unlock(&world->mutex);
-    shutdown(world->fd, SHUT_RDWR);
+    shutdown(world->socket.fd, SHUT_RDWR);
 }
 
 /* All messages that have arrived. 0: no more will come. */
@@ -152,7 +152,7 @@ static int take_all(hub_world *world, uint64_t *heard_ns)
 {
     char why[160], what[128];
     hub_got got;
-    while ((got = hub_input_take(&world->input, world->fd, why, sizeof why)) == HUB_GOT_MESSAGE) {
+    while ((got = hub_input_take(&world->input, world->socket.fd, why, sizeof why)) == HUB_GOT_MESSAGE) {
         *heard_ns = hub_now_ns();
         pthread_mutex_lock(&world->mutex);
         const char *wrong = take_message(world);
@@ -194,7 +194,7 @@ static void *read_messages(void *context)
         uint64_t now_ns = hub_now_ns();
         short events = send_rest(world, now_ns, &beat_ns, &farewell_ns);
         uint64_t until_ns = farewell_ns && farewell_ns < beat_ns ? farewell_ns : beat_ns;
-        struct pollfd polled[2] = {{.fd = world->fd, .events = events}, {.fd = world->wake_fd, .events = POLLIN}};
+        struct pollfd polled[2] = {{.fd = world->socket.fd, .events = events}, {.fd = world->wake_fd, .events = POLLIN}};
         int left_ms = until_ns > now_ns ? (int)((until_ns - now_ns) / 1000000u) + 1 : 0;
         poll(polled, 2, left_ms);
         if (polled[1].revents) {
@@ -229,7 +229,7 @@ void hub_reader_end(hub_world *world)
     uint64_t one = 1;
     pthread_mutex_lock(&world->mutex);
     if (hub_say(world, &(hub_header){.kind = HUB_BYE}, NULL, NULL) != ZC_OK)
-        shutdown(world->fd, SHUT_RDWR);
+        shutdown(world->socket.fd, SHUT_RDWR);
     world->ending = 1;
     pthread_mutex_unlock(&world->mutex);
     if (write(world->wake_fd, &one, sizeof one) < 0)

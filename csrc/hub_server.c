@@ -44,7 +44,7 @@ static void flush(hub_server *server, size_t rank)
         hub_item *item = conn->first;
         size_t head = item->sent < item->head_bytes ? item->head_bytes - item->sent : 0;
         size_t in_blob = head ? 0 : item->sent - item->head_bytes;
-        ssize_t went = hub_send(conn->fd, item->head + (item->head_bytes - head), head,
+        ssize_t went = hub_send(conn->socket.fd, item->head + (item->head_bytes - head), head,
                                 item->blob ? item->blob->data + item->offset + in_blob : NULL,
                                 item->blob_bytes - in_blob);
         if (went < 0)
@@ -95,13 +95,13 @@ void hub_tell(hub_server *server, size_t rank, const hub_header *header, const v
               size_t offset)
 {
     hub_conn *conn = &server->conn[rank];
-    if (conn->fd < 0 || conn->ending || conn->parted || conn->deaf)
+    if (conn->socket.fd < 0 || conn->ending || conn->parted || conn->deaf)
         return;
     hub_header whole = *header;
     whole.magic = HUB_MAGIC;
     ssize_t sent = 0;
     if (!conn->first) {
-        sent = hub_send(conn->fd, &whole, sizeof whole, blob ? blob->data + offset : text, whole.bytes);
+        sent = hub_send(conn->socket.fd, &whole, sizeof whole, blob ? blob->data + offset : text, whole.bytes);
         if (sent < 0)
             conn->deaf = 1;
         if (sent < 0 || (size_t)sent == sizeof whole + whole.bytes)
@@ -124,7 +124,7 @@ const char *hub_name(const hub_server *server, size_t rank, char text[48])
 void hub_end(hub_server *server, size_t rank, const char *format, ...)
 {
     hub_conn *conn = &server->conn[rank];
-    if (conn->ending || conn->fd < 0)
+    if (conn->ending || conn->socket.fd < 0)
         return;
     conn->ending = 1;
     va_list arguments;
@@ -135,9 +135,7 @@ void hub_end(hub_server *server, size_t rank, const char *format, ...)
 
 static void close_conn(hub_conn *conn)
 {
-    if (conn->fd >= 0)
-        close(conn->fd);
-    conn->fd = -1;
+    hub_fork_close(&conn->socket);
     drop_items(conn);
     hub_blob_drop(conn->input.blob);
     conn->input.blob = NULL;
@@ -150,7 +148,7 @@ static void last_word(hub_server *server, size_t rank, const char *text)
     hub_header header = {.magic = HUB_MAGIC, .kind = HUB_ENDED, .bytes = (uint32_t)strlen(text)};
     flush(server, rank);
     if (!conn->first)
-        hub_send(conn->fd, &header, sizeof header, text, header.bytes);
+        hub_send(conn->socket.fd, &header, sizeof header, text, header.bytes);
 }
 
 /* Closes what is to end; each end may bring about others. */
@@ -158,7 +156,7 @@ static void settle_ends(hub_server *server)
 {
     for (size_t r = 0; r < server->ranks; r++) {
         hub_conn *conn = &server->conn[r];
-        if (conn->fd < 0 || (!conn->ending && !conn->parted))
+        if (conn->socket.fd < 0 || (!conn->ending && !conn->parted))
             continue;
         if (!conn->parted) {
             char text[256];
@@ -196,7 +194,7 @@ static void take(hub_server *server, size_t rank)
     hub_conn *conn = &server->conn[rank];
     for (int turn = 0; turn < MESSAGES_A_TURN && !conn->ending && !conn->parted; turn++) {
         char why[128];
-        hub_got got = hub_input_take(&conn->input, conn->fd, why, sizeof why);
+        hub_got got = hub_input_take(&conn->input, conn->socket.fd, why, sizeof why);
         if (got == HUB_GOT_END)
             hub_end(server, rank, "%s", why);
         if (got != HUB_GOT_MESSAGE)
@@ -223,7 +221,7 @@ static void tick(hub_server *server)
     server->tick_ns = now_ns + server->beat_ns / 2;
     for (size_t r = 0; r < server->ranks; r++) {
         hub_conn *conn = &server->conn[r];
-        if (conn->fd < 0 || !conn->greeted)
+        if (conn->socket.fd < 0 || !conn->greeted)
             continue;
         if (now_ns - conn->heard_ns > HUB_SILENCE_BEATS * server->beat_ns)
             hub_end(server, r, "nothing came from it for %.1f s", (double)(now_ns - conn->heard_ns) * 1e-9);
@@ -239,7 +237,7 @@ static int over(const hub_server *server)
         return 0;
     int late = hub_now_ns() >= server->linger_ns;
     for (size_t r = 1; r < server->ranks && !late; r++)
-        if (server->conn[r].fd >= 0 && (server->conn[r].first || hub_match_hopes(server, r)))
+        if (server->conn[r].socket.fd >= 0 && (server->conn[r].first || hub_match_hopes(server, r)))
             return 0;
     return 1;
 }
@@ -250,7 +248,7 @@ static void *serve(void *context)
     while (!over(server)) {
         for (size_t r = 0; r < server->ranks; r++) {
             const hub_conn *conn = &server->conn[r];
-            server->polled[r] = (struct pollfd){.fd = conn->fd,
+            server->polled[r] = (struct pollfd){.fd = conn->socket.fd,
                                                 .events = (short)(POLLIN | (conn->first ? POLLOUT : 0))};
         }
         uint64_t now_ns = hub_now_ns();
@@ -266,7 +264,7 @@ static void *serve(void *context)
         settle_ends(server);
     }
     for (size_t r = 0; r < server->ranks; r++)
-        if (server->conn[r].fd >= 0)
+        if (server->conn[r].socket.fd >= 0)
             last_word(server, r, "rank 0 has closed its communicator, and the hub is gone with it");
     return NULL;
 }
@@ -295,7 +293,7 @@ static hub_server *server_new(size_t ranks)
     if (server->conn && server->path && server->polled) {
         server->ranks = ranks;
         for (size_t r = 0; r < ranks; r++)
-            server->conn[r].fd = -1;
+            server->conn[r].socket.fd = -1;
         return server;
     }
     zc_free(server->conn);
@@ -315,7 +313,7 @@ zc_status hub_server_start(const int *sockets, size_t ranks, uint64_t beat_ns, h
         return zc_fail(ZC_ENOMEM, "rank 0: out of memory for %zu ranks", ranks);
     }
     for (size_t r = 0; r < ranks; r++) {
-        server->conn[r].fd = sockets[r];
+        hub_fork_keep(&server->conn[r].socket, sockets[r]);
         server->path[r] = (uint32_t)r;
     }
     server->beat_ns = beat_ns;

@@ -11,6 +11,7 @@
 #ifndef HUB_SERVER_H
 #define HUB_SERVER_H
 
+#include "hub_fork.h"
 #include "hub_wire.h"
 
 #define HUB_CALLS_MOST 1024u /* of one rank, under way at one time */
@@ -29,7 +30,7 @@ typedef struct hub_meeting hub_meeting;
 typedef struct hub_circle hub_circle;
 
 typedef struct hub_conn {
-    int fd;                /* -1: closed */
+    hub_kept socket;       /* fd -1: closed */
     int greeted, parted;   /* HELLO came, BYE came */
     int deaf;              /* it takes nothing any more; what it has sent may tell why */
     int ending;            /* is closed before the loop waits again */

@@ -14,12 +14,14 @@
  *
  * Files: hub_world.c (birth, death and failure of worlds and groups, entering),
  * hub_reader.c (the thread, and what comes in), hub_call.c (calls and waiting),
- * hub_comm.c (the calls of comm.h), hub_array.c (those on plain arrays).
+ * hub_comm.c (the calls of comm.h), hub_array.c (those on plain arrays), hub_fork.c
+ * (forked children let go of connections).
  */
 #ifndef HUB_STATE_H
 #define HUB_STATE_H
 
 #include "hub_comm.h"
+#include "hub_fork.h"
 #include "hub_wire.h"
 
 typedef struct hub_server hub_server;
@@ -94,7 +96,8 @@ struct hub_world {
     uint64_t beat_ns;
     pthread_mutex_t mutex;
     pthread_cond_t changed; /* on the monotonic clock */
-    int fd, wake_fd;    /* -1: one rank, no connection */
+    hub_kept socket;    /* fd -1: one rank, no connection */
+    int wake_fd;        /* -1: as well */
     hub_server *server; /* rank 0's */
     pthread_t reader;
     int reading;        /* the reader was started */

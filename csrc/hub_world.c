@@ -20,7 +20,7 @@
 void hub_flush(hub_world *world)
 {
     while (world->out_end > world->out_begin) {
-        ssize_t went = hub_send(world->fd, world->out + world->out_begin, world->out_end - world->out_begin, NULL, 0);
+        ssize_t went = hub_send(world->socket.fd, world->out + world->out_begin, world->out_end - world->out_begin, NULL, 0);
         if (went < 0) {
             world->unsendable = 1; /* what has arrived may tell why, so the reader reads on */
             world->out_begin = world->out_end = 0;
@@ -94,7 +94,7 @@ zc_status hub_say(hub_world *world, const hub_header *header, const hub_words *w
 static void must_say(hub_world *world, const hub_header *header, const hub_span *data)
 {
     if (hub_say(world, header, NULL, data) != ZC_OK)
-        shutdown(world->fd, SHUT_RDWR);
+        shutdown(world->socket.fd, SHUT_RDWR);
 }
 
 /* ---- groups ------------------------------------------------------------------------ */
@@ -287,7 +287,7 @@ zc_status hub_world_new(const hub_comm_config *config, hub_world **out)
     world->pid = getpid();
     world->host = host;
     world->beat_ns = config->beat_ns ? config->beat_ns : HUB_BEAT_NS;
-    world->fd = world->wake_fd = -1;
+    world->socket.fd = world->wake_fd = -1;
     world->unsendable = 1; /* until there is a connection */
     pthread_condattr_t attributes;
     pthread_mutex_init(&world->mutex, NULL);
@@ -316,7 +316,7 @@ static zc_status start_hub(hub_world *world, const int *sockets)
     }
     memcpy(all, sockets, world->ranks * sizeof *all);
     all[0] = pair[1];
-    world->fd = pair[0];
+    hub_fork_keep(&world->socket, pair[0]);
     status = hub_server_start(all, world->ranks, world->beat_ns, &world->server);
     zc_free(all);
     return status;
@@ -327,8 +327,8 @@ zc_status hub_world_connect(hub_world *world, const int *sockets)
     if (world->rank == 0)
         ZC_TRY(start_hub(world, sockets));
     else
-        world->fd = sockets[0];
-    ZC_TRY(hub_socket_prepare(world->fd));
+        hub_fork_keep(&world->socket, sockets[0]);
+    ZC_TRY(hub_socket_prepare(world->socket.fd));
     world->wake_fd = zc_fault() ? (errno = EMFILE, -1) : eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (world->wake_fd < 0)
         return zc_fail_errno(ZC_ESYSTEM, errno, "rank %zu: no eventfd", world->rank);
@@ -349,8 +349,7 @@ void hub_world_destroy(hub_world *world)
 {
     if (world->reading)
         hub_reader_end(world);
-    if (world->fd >= 0)
-        close(world->fd);
+    hub_fork_close(&world->socket);
     if (world->wake_fd >= 0)
         close(world->wake_fd);
     if (world->server)

@@ -1398,6 +1398,44 @@ static void test_forked_child(void)
     with_processes(2, fork_body);
 }
 
+enum { LEFT = 7 };
+static int orphans_end[2]; /* a pipe; its end is theirs */
+
+/* A rank ends, and a child of its child lives on. The others learn of it by its connection, not by the silence. */
+static int orphan_body(size_t rank, zc_comm *comm)
+{
+    CHECK_OK(comm_barrier(comm));
+    if (rank == (comm->ranks == 2)) { /* rank 1 of two, rank 0 of three */
+        int child = fork();
+        if (child == 0) {
+            char byte;
+            close(orphans_end[1]);
+            if (fork() == 0)
+                CHECK_EQ(read(orphans_end[0], &byte, 1), 0);
+            _exit(0);
+        }
+        CHECK_EQ(waitpid(child, NULL, 0), child);
+        return LEFT;
+    }
+    CHECK_EQ(comm_barrier(comm), ZC_EPEERLOST);
+    CHECK(!strstr(zc_last_error(), "nothing came"));
+    comm_close(comm);
+    return 0;
+}
+
+static void test_a_child_outlives_its_rank(void)
+{
+    for (size_t ranks = 2; ranks <= 3; ranks++) {
+        int status[RANKS_MAX];
+        CHECK_EQ(pipe(orphans_end), 0);
+        run_processes(ranks, orphan_body, 30, status);
+        for (size_t r = 0; r < ranks; r++)
+            CHECK(WIFEXITED(status[r]) && WEXITSTATUS(status[r]) == (r == (ranks == 2) ? LEFT : 0));
+        close(orphans_end[1]);
+        close(orphans_end[0]);
+    }
+}
+
 static int bench_body(size_t rank, zc_comm *comm)
 {
     enum { TURNS = 5000 };
@@ -1433,6 +1471,7 @@ int main(int argc, char **argv)
     RUN(test_leaving);
     RUN(test_refused);
     RUN(test_forked_child);
+    RUN(test_a_child_outlives_its_rank);
     have_threads();
     RUN(test_arguments);
     RUN(test_exchange);

@@ -19,7 +19,7 @@ from ranks import RankGroup  # noqa: E402
 FOUR_HOURS_STEPS = 4 * 3600 // 2
 # How much more may be held at the end than after the first tenth: the heap once grows by 2 MB, as something is used that was not
 # before; addresses and pages come and go with threads; of all else not one.
-ROOM = {"heap_bytes": 4 << 20, "objects": 3000, "resident_bytes": 8 << 20, "mappings": 40}
+ROOM = {"heap_bytes": 5 << 19, "objects": 3000, "resident_bytes": 8 << 20, "mappings": 40}
 KINDS = {*(f"stage {stage}" for stage in range(4)), "steps", "skipped steps", "saves", "save", "async_save", "load", "loads", "joins", "profiles", "looks",
          "trainings of arrays", "checks of every bit"}
 

@@ -1669,7 +1669,6 @@ static void memory_with_one_address(void)
     }
     equals_stage_2_deferred();
     collective_gathers_agree();
-    every_pair_of_calls_that_differ();
     traffic_is_counted();
 #if !ELSEWHERE
     faults(1);

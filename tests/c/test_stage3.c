@@ -1244,9 +1244,10 @@ static void pair_body(blocks *b)
 
 static void every_pair_of_calls_that_differ(void)
 {
+    const int every = ELSEWHERE ? 5 : SPARSE; /* a machine of GPUs takes long to make */
     for (int first = 0; first < CALLS; first++)
         for (int second = 0; second < CALLS; second++)
-            if (first != second && (first + second) % SPARSE == 0) {
+            if (first != second && (first + second) % every == 0) {
                 blocks b = six;
                 b.defer = 1;
                 b.what = first * CALLS + second;

@@ -14,8 +14,8 @@ help:
 	@echo "make demo    train a small language model on two ranks, at stages 0 to 3 and with DDP"
 	@echo "make test    every test (what CI runs); installs transformers, accelerate and lightning too (230 MB)"
 	@echo "make long    the tests that take minutes each"
-	@echo "make asan    C tests, and the extension under Python, with address and undefined behaviour checks"
-	@echo "make tsan    C tests with the thread sanitizer"
+	@echo "make asan    C tests, and the core of the Python suite, with address and undefined behaviour checks"
+	@echo "make tsan    C tests, on CPUs and on emulated GPUs, with the thread sanitizer"
 	@echo "make model   the shared-memory protocol, checked by spin (apt-get install spin; 4 GiB, minutes)"
 	@echo "make analyze gcc -fanalyzer and clang-tidy over the C sources; a tool that is missing is left out"
 	@echo "make cuda    the CUDA part compiled by nvcc for every architecture, without spills, with wide accesses;"
@@ -52,16 +52,13 @@ test: venv $(VENV)/.examples
 long: venv
 	$(PYTEST) -m long tests
 
-ASAN_LIB := build/asan
 asan: venv
 	$(PYTEST) tests/test_c.py -k "address"
-	ZERO_C_CUDA=0 ZERO_C_SANITIZE=address $(RUN) setup.py -q build --build-lib $(ASAN_LIB) --build-temp $(ASAN_LIB)-objects
-	LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
-		PYTHONPATH=$(ASAN_LIB) \
-		$(PYTEST) tests/test_dlpack.py tests/test_numpy_api.py
+	$(PYTEST) -m "long or not long" tests/test_sanitized.py
 
 tsan: venv
 	$(PYTEST) tests/test_c.py -k "thread"
+	$(PYTEST) -m "long or not long" tests/test_load.py tests/test_cuda.py -k-thread
 
 model:
 	$(PYTHON) tests/model/check.py

@@ -1,7 +1,6 @@
 """Builds zero_c._core from csrc/, and the CUDA plugin zero_c/_cuda.so from csrc/cuda/; everything else is in
 pyproject.toml. Tests read the flags from here, and build the plugin with build_plugin.
 
-ZERO_C_SANITIZE=address, undefined or thread builds the core with that sanitizer.
 ZERO_C_CUDA=0 builds no plugin, 1 fails where it cannot be built; auto, the default, builds it where nvcc is found.
 """
 
@@ -44,13 +43,6 @@ STRICT_NVCC_FLAGS = ["-Werror", "all-warnings", "-Xptxas", "-warn-spills,-warn-l
 # two functions that nvcc's kernel handles are initialised with.
 PLUGIN_LINK = ["-shared", "-cudart", "static", "-Xcompiler", "-static-libstdc++,-static-libgcc", "-Xlinker",
                "--as-needed,--exclude-libs,ALL,-z,defs,--version-script=exports.map"]
-
-
-def sanitizer_flags():
-    kind = os.environ.get("ZERO_C_SANITIZE", "")
-    if kind not in ("", "address", "undefined", "thread"):
-        raise SystemExit(f"ZERO_C_SANITIZE is {kind!r}; legal are address, undefined, thread")
-    return [f"-fsanitize={kind}", "-fno-omit-frame-pointer", "-g"] if kind else []
 
 
 # ---- the CUDA plugin -------------------------------------------------------
@@ -192,8 +184,8 @@ def extensions():
         sources=sorted(str(path) for path in Path("csrc").glob("*.c")),
         depends=sorted(str(path) for path in Path("csrc").rglob("*.h")),
         include_dirs=["csrc", numpy.get_include()],
-        extra_compile_args=FLAGS + sanitizer_flags(),
-        extra_link_args=["-pthread", "-lm", "-ldl"] + sanitizer_flags(),
+        extra_compile_args=FLAGS,
+        extra_link_args=["-pthread", "-lm", "-ldl"],
     )
     if cuda_mode() != "0":
         yield Extension("zero_c._cuda", sources=[str(path) for path in plugin_sources(Path())],

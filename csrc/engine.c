@@ -393,7 +393,7 @@ zc_status zc_engine_add_params(zc_engine *engine, const zc_param *params, size_t
     if (engine->round_open && !engine->round_aborted)
         return zc_fail(ZC_ESTATE, "rank %zu: parameters cannot be added between a backward's first gradient and its "
                        "end; add them before backward or after step()", engine->rank);
-    zc_status status = round_meet(engine, MEET_ADD, 0, "add parameters");
+    zc_status status = round_meet(engine, MEET_ADD, 0, "add parameters", NULL);
     if (status == ZC_OK)
         status = engine_compare(engine, params, count, groups, group_count);
     if (status == ZC_OK)

@@ -321,13 +321,15 @@ typedef enum meet_kind {
 } meet_kind;
 
 #define MEET_WHAT_BYTES COMM_WHAT_BYTES
+#define MEET_WITH_BYTES 160u
 
 /*
- * All ranks come together for one operation; `detail` must agree.  A rank that
- * meets others at the end of a round it did not start joins it with zeros and
+ * All ranks come together for one operation; `detail` must agree.  `with` says in words what `detail`
+ * stands for, so that ranks which differ can be told apart (cut to MEET_WITH_BYTES - 1 bytes; NULL: there is
+ * nothing to say).  A rank that meets others at the end of a round it did not start joins it with zeros and
  * comes again.
  */
-zc_status round_meet(zc_engine *engine, meet_kind kind, uint64_t detail, const char *what);
+zc_status round_meet(zc_engine *engine, meet_kind kind, uint64_t detail, const char *what, const char *with);
 
 /*
  * This rank is about to do something that all ranks do in one order with their other

@@ -81,7 +81,7 @@ zc_status zc_engine_wait_params(zc_engine *engine, const size_t *indices, size_t
 
 static zc_status spread(zc_engine *engine)
 {
-    ZC_TRY(round_meet(engine, MEET_STORE, SIZE_MAX, "loading"));
+    ZC_TRY(round_meet(engine, MEET_STORE, SIZE_MAX, "loading", NULL));
     ZC_TRY(stage3_settle(engine));
     if (engine->config.stage == 3)
         return stage3_written(engine, "loading");

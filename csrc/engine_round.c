@@ -76,6 +76,7 @@ typedef struct meet_record {
     uint64_t discards;
     uint64_t detail;
     char what[MEET_WHAT_BYTES];
+    char with[MEET_WITH_BYTES];
 } meet_record;
 
 zc_status round_begin(zc_engine *engine)
@@ -219,11 +220,18 @@ static int ends_round(const meet_record *record)
     return record->kind == MEET_END_ROUND || record->kind == MEET_ABORT;
 }
 
+/* "step (lr 0.1 ...)" */
+static const char *told(const meet_record *record, char *text, size_t room_bytes)
+{
+    snprintf(text, room_bytes, record->with[0] ? "%.64s (%.160s)" : "%.64s", record->what, record->with);
+    return text;
+}
+
 static zc_status differ(zc_engine *engine, const meet_record *records)
 {
     const meet_record *mine = &records[engine->rank];
     size_t other = 0;
-    char why[512];
+    char why[768], here[256], there[256];
     for (size_t r = 0; r < engine->ranks; r++)
         if (r != engine->rank && (records[r].kind != mine->kind || records[r].detail != mine->detail ||
                                   records[r].discards != mine->discards || records[r].round != mine->round))
@@ -232,8 +240,9 @@ static zc_status differ(zc_engine *engine, const meet_record *records)
     /* The end of a backward is joined by ranks that do something else, so that is not what keeps them apart. */
     int joins = ends_round(mine) || ends_round(its);
     if (!joins && (its->kind != mine->kind || strncmp(its->what, mine->what, sizeof mine->what) != 0))
-        snprintf(why, sizeof why, "ranks do different things: rank %zu is in %.64s, rank %zu in %.64s; every rank must "
-                 "make the same calls in the same order", engine->rank, mine->what, other, its->what);
+        snprintf(why, sizeof why, "ranks do different things: rank %zu is in %s, rank %zu in %s; every rank must "
+                 "make the same calls in the same order", engine->rank, told(mine, here, sizeof here), other,
+                 told(its, there, sizeof there));
     else if (its->discards != mine->discards)
         snprintf(why, sizeof why, "gradients of a backward were discarded or replaced (zero_grad, p.grad = ...) on rank %zu "
                  "and not, or others, on rank %zu, before %.64s; all ranks must discard alike", engine->rank, other,
@@ -241,24 +250,29 @@ static zc_status differ(zc_engine *engine, const meet_record *records)
     else if (its->round != mine->round)
         snprintf(why, sizeof why, "rank %zu has closed %llu backwards and rank %zu %llu at %.64s; this is a defect",
                  engine->rank, (unsigned long long)mine->round, other, (unsigned long long)its->round, mine->what);
+    else if (strcmp(mine->with, its->with) != 0)
+        snprintf(why, sizeof why, "ranks %zu and %zu are both in %.64s but with different arguments: rank %zu with %.160s, "
+                 "rank %zu with %.160s; all ranks must pass the same", engine->rank, other, mine->what, engine->rank,
+                 mine->with, other, its->with);
     else
-        snprintf(why, sizeof why, "ranks %zu and %zu are both in %.64s but with different arguments (group options, "
-                 "scale, norm or parameter); all ranks must pass the same", engine->rank, other, mine->what);
+        snprintf(why, sizeof why, "ranks %zu and %zu are both in %.64s, with %.160s, but with different arguments beside "
+                 "these (options of the groups); all ranks must pass the same", engine->rank, other, mine->what, mine->with);
     comm_poison(engine->comm, ZC_EMISMATCH, why);
     return zc_fail(ZC_EMISMATCH, "%s", why);
 }
 
 /* One meeting. *again: this rank joined a round of others and must come once more. */
-static zc_status meet_once(zc_engine *engine, meet_kind kind, uint64_t detail, const char *what,
+static zc_status meet_once(zc_engine *engine, meet_kind kind, uint64_t detail, const char *what, const char *with,
                            const zc_late_grad *late, size_t late_count, int *again)
 {
-    meet_record mine = {(uint32_t)kind, late_count != 0, engine->round_count, engine->discards, detail, {0}};
+    meet_record mine = {(uint32_t)kind, late_count != 0, engine->round_count, engine->discards, detail, {0}, {0}};
     meet_record *all = zc_malloc(engine->ranks * sizeof *all);
     int ending = 0, equal = 1, in_step = 1;
     *again = 0;
     if (!all)
         return zc_fail(ZC_ENOMEM, "rank %zu: no memory to meet %zu ranks", engine->rank, engine->ranks);
     snprintf(mine.what, sizeof mine.what, "%s", what);
+    snprintf(mine.with, sizeof mine.with, "%s", with ? with : "");
     zc_status status = round_declare(engine, MEETING, what);
     if (status == ZC_OK)
         status = comm_exchange(engine->control, CONTROL_TAG_MEET, what, &mine, all, sizeof mine);
@@ -279,7 +293,7 @@ static zc_status meet_once(zc_engine *engine, meet_kind kind, uint64_t detail, c
 
 static zc_status end_round(zc_engine *engine, const zc_late_grad *late, size_t late_count);
 
-zc_status round_meet(zc_engine *engine, meet_kind kind, uint64_t detail, const char *what)
+zc_status round_meet(zc_engine *engine, meet_kind kind, uint64_t detail, const char *what, const char *with)
 {
     int again = 1;
     ZC_TRY(engine_check_loaded(engine));
@@ -288,7 +302,7 @@ zc_status round_meet(zc_engine *engine, meet_kind kind, uint64_t detail, const c
     if (engine->round_open) /* callers that do not end a backward themselves */
         ZC_TRY(end_round(engine, NULL, 0));
     while (again)
-        ZC_TRY(meet_once(engine, kind, detail, what, NULL, 0, &again));
+        ZC_TRY(meet_once(engine, kind, detail, what, with, NULL, 0, &again));
     return ZC_OK;
 }
 
@@ -307,7 +321,7 @@ zc_status round_settle(zc_engine *engine)
     int again;
     if (!engine->round_open || !engine->round_aborted)
         return ZC_OK;
-    return meet_once(engine, MEET_ABORT, 0, "a backward that raised", NULL, 0, &again);
+    return meet_once(engine, MEET_ABORT, 0, "a backward that raised", NULL, NULL, 0, &again);
 }
 
 static zc_status end_round(zc_engine *engine, const zc_late_grad *late, size_t late_count)
@@ -325,7 +339,7 @@ static zc_status end_round(zc_engine *engine, const zc_late_grad *late, size_t l
             return zc_fail(ZC_EINVAL, "rank %zu: late gradient for %s, which had no first one", engine->rank,
                            engine_param_name(engine, late[k].index));
     }
-    return meet_once(engine, MEET_END_ROUND, 0, "the end of backward", late, late_count, &again);
+    return meet_once(engine, MEET_END_ROUND, 0, "the end of backward", NULL, late, late_count, &again);
 }
 
 zc_status zc_engine_end_round(zc_engine *engine, const zc_late_grad *late, size_t late_count)
@@ -396,5 +410,5 @@ int zc_engine_has_grad(const zc_engine *engine, size_t index)
 
 zc_status zc_engine_sync(zc_engine *engine, const char *what)
 {
-    return engine_end_call(engine, what, round_meet(engine, MEET_SYNC, zc_hash(ZC_HASH_START, what, strlen(what)), what));
+    return engine_end_call(engine, what, round_meet(engine, MEET_SYNC, zc_hash(ZC_HASH_START, what, strlen(what)), what, NULL));
 }

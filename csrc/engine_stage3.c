@@ -518,7 +518,9 @@ zc_status stage3_load(zc_engine *engine, size_t index, const void *values)
 
 static zc_status store(zc_engine *engine, size_t index, const void *values)
 {
-    ZC_TRY(round_meet(engine, MEET_STORE, index, "writing a parameter"));
+    char with[MEET_WITH_BYTES];
+    snprintf(with, sizeof with, "%s", engine_param_name(engine, index));
+    ZC_TRY(round_meet(engine, MEET_STORE, index, "writing a parameter", with));
     ZC_TRY(stage3_settle(engine));
     ZC_TRY(stage3_load(engine, index, values));
     ZC_TRY(zc_engine_refresh(engine, index));

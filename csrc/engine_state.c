@@ -6,6 +6,8 @@
  */
 #include "engine.h"
 
+#include <stdio.h>
+
 static void *role_array(const engine_space *space, zc_role role)
 {
     switch (role) {
@@ -146,8 +148,15 @@ zc_status engine_read_run(zc_engine *engine, engine_space *space, size_t b, size
 
 static zc_status read_whole(zc_engine *engine, size_t index, zc_role role, double scale, void *to)
 {
+    static const char *const names[] = {[ZC_ROLE_GRAD] = "gradient",
+                                        [ZC_ROLE_EXP_AVG] = "first moment",
+                                        [ZC_ROLE_EXP_AVG_SQ] = "second moment",
+                                        [ZC_ROLE_MAX_EXP_AVG_SQ] = "largest second moment",
+                                        [ZC_ROLE_MASTER] = "master"};
     uint64_t key[2] = {index, (uint64_t)role};
-    ZC_TRY(round_meet(engine, MEET_READ, zc_hash(ZC_HASH_START, key, sizeof key), "reading state"));
+    char with[MEET_WITH_BYTES];
+    snprintf(with, sizeof with, "%s of %s", names[role], engine_param_name(engine, index));
+    ZC_TRY(round_meet(engine, MEET_READ, zc_hash(ZC_HASH_START, key, sizeof key), "reading state", with));
     engine_param *param = &engine->params[index];
     engine_space *space = &engine->spaces[param->space];
     if (!param->elems)
@@ -223,7 +232,9 @@ static zc_status fetch_by_sum(zc_engine *engine, const engine_space *space, cons
 
 static zc_status fetch(zc_engine *engine, size_t index, void *to)
 {
-    ZC_TRY(round_meet(engine, MEET_FETCH, index, "reading a parameter"));
+    char with[MEET_WITH_BYTES];
+    snprintf(with, sizeof with, "%s", engine_param_name(engine, index));
+    ZC_TRY(round_meet(engine, MEET_FETCH, index, "reading a parameter", with));
     const engine_param *param = &engine->params[index];
     const engine_space *space = &engine->spaces[param->space];
     if (!param->elems)

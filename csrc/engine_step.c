@@ -24,6 +24,7 @@
 #include "zc_point.h"
 
 #include <math.h>
+#include <stdio.h>
 
 /* Packs the used flags behind the statistics: 16 bits per parameter. */
 static zc_status collect_stats(zc_engine *engine, int want_norm)
@@ -236,12 +237,23 @@ static zc_status check_step(zc_engine *engine, const zc_options *groups, size_t 
     return ZC_OK;
 }
 
+/* In words, for ranks that differ: the arguments, and the rates of as many groups as fit. */
+static void describe_step(const zc_options *groups, size_t group_count, const zc_step_args *args, char *text, size_t room_bytes)
+{
+    size_t used = (size_t)snprintf(text, room_bytes, "loss_scale %g, max_norm %g, skip_nonfinite %d, lr",
+                                   args->loss_scale, args->max_norm, args->skip_nonfinite != 0);
+    for (size_t g = 0; g < group_count && used < room_bytes; g++)
+        used += (size_t)snprintf(text + used, room_bytes - used, "%s%.9g", g ? ", " : " ", groups[g].lr);
+}
+
 static zc_status step(zc_engine *engine, const zc_options *groups, size_t group_count, const zc_step_args *args)
 {
+    char with[MEET_WITH_BYTES];
     ZC_TRY(engine_ensure_state(engine, groups));
+    describe_step(groups, group_count, args, with, sizeof with);
     uint64_t detail = engine_hash_options(ZC_HASH_START, groups, group_count);
     double numbers[4] = {args->loss_scale, args->max_norm, args->want_norm, args->skip_nonfinite};
-    ZC_TRY(round_meet(engine, MEET_STEP, zc_hash(detail, numbers, sizeof numbers), "step"));
+    ZC_TRY(round_meet(engine, MEET_STEP, zc_hash(detail, numbers, sizeof numbers), "step", with));
 
     int want_norm = args->want_norm || args->max_norm > 0;
     double factor = base_factor(engine, args->loss_scale);
@@ -392,13 +404,15 @@ static zc_status two_norm(zc_engine *engine, double *norm)
 zc_status zc_engine_clip(zc_engine *engine, double max_norm, double norm_type, double loss_scale, double *norm)
 {
     double numbers[3] = {max_norm, norm_type, loss_scale}, raw = 0;
+    char with[MEET_WITH_BYTES];
     if (!(max_norm >= 0))
         return zc_fail(ZC_EINVAL, "max_norm is %g; legal is 0 or more", max_norm);
     if (!(norm_type > 0))
         return zc_fail(ZC_EINVAL, "norm_type is %g; legal is any number over 0, or infinity", norm_type);
     if (!(loss_scale > 0) || isinf(loss_scale))
         return zc_fail(ZC_EINVAL, "loss_scale is %g; legal is any finite number over 0", loss_scale);
-    zc_status status = round_meet(engine, MEET_CLIP, zc_hash(ZC_HASH_START, numbers, sizeof numbers), "clip_grad_norm_");
+    snprintf(with, sizeof with, "max_norm %.9g, norm_type %.9g, loss_scale %.9g", max_norm, norm_type, loss_scale);
+    zc_status status = round_meet(engine, MEET_CLIP, zc_hash(ZC_HASH_START, numbers, sizeof numbers), "clip_grad_norm_", with);
     if (status == ZC_OK)
         status = norm_type == 2.0 ? two_norm(engine, &raw) : general_norm(engine, norm_type, &raw);
     ZC_TRY(engine_end_call(engine, "clip_grad_norm_", status));

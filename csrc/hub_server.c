@@ -3,6 +3,7 @@
  */
 #define _GNU_SOURCE
 #include "hub_server.h"
+#include "zc_point.h"
 
 #include <poll.h>
 #include <stdarg.h>
@@ -44,6 +45,7 @@ static void flush(hub_server *server, size_t rank)
         hub_item *item = conn->first;
         size_t head = item->sent < item->head_bytes ? item->head_bytes - item->sent : 0;
         size_t in_blob = head ? 0 : item->sent - item->head_bytes;
+        ZC_POINT("hub: what is left is to go");
         ssize_t went = hub_send(conn->socket.fd, item->head + (item->head_bytes - head), head,
                                 item->blob ? item->blob->data + item->offset + in_blob : NULL,
                                 item->blob_bytes - in_blob);
@@ -101,7 +103,9 @@ void hub_tell(hub_server *server, size_t rank, const hub_header *header, const v
     whole.magic = HUB_MAGIC;
     ssize_t sent = 0;
     if (!conn->first) {
+        ZC_POINT("hub: it is to send");
         sent = hub_send(conn->socket.fd, &whole, sizeof whole, blob ? blob->data + offset : text, whole.bytes);
+        ZC_POINT("hub: it has sent");
         if (sent < 0)
             conn->deaf = 1;
         if (sent < 0 || (size_t)sent == sizeof whole + whole.bytes)

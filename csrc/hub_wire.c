@@ -167,18 +167,20 @@ static hub_got receive(int fd, void *to, size_t bytes, size_t *got, char *why, s
 }
 
 /* The header is there: checks it, and makes room for the payload. */
-static const char *begin_payload(hub_input *input)
+static hub_got begin_payload(hub_input *input, char *why, size_t room_bytes)
 {
     const char *wrong = hub_header_check(&input->header, input->from_hub);
     if (wrong)
-        return wrong;
+        return broken(why, room_bytes, wrong);
     if (input->header.bytes && (!input->blob || input->blob->bytes < input->header.bytes)) {
         hub_blob_drop(input->blob);
         input->blob = hub_blob_new(input->header.bytes);
-        if (!input->blob)
-            return "a message that there is no memory for";
+        if (!input->blob) {
+            snprintf(why, room_bytes, "%s had no memory for a message of it", input->from_hub ? "this rank" : "rank 0");
+            return HUB_GOT_END;
+        }
     }
-    return NULL;
+    return HUB_GOT_MESSAGE;
 }
 
 hub_got hub_input_take(hub_input *input, int fd, char *why, size_t room_bytes)
@@ -199,9 +201,9 @@ hub_got hub_input_take(hub_input *input, int fd, char *why, size_t room_bytes)
         if (input->got_bytes < all)
             continue;
         if (all == head) {
-            const char *wrong = begin_payload(input);
-            if (wrong)
-                return broken(why, room_bytes, wrong);
+            result = begin_payload(input, why, room_bytes);
+            if (result != HUB_GOT_MESSAGE)
+                return result;
             if (input->header.bytes)
                 continue;
         }

@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include "hub_server.h"
 #include "hub_state.h"
+#include "zc_point.h"
 
 #include <errno.h>
 #include <stdarg.h>
@@ -20,7 +21,9 @@
 void hub_flush(hub_world *world)
 {
     while (world->out_end > world->out_begin) {
+        ZC_POINT("hub: a rank is to send");
         ssize_t went = hub_send(world->socket.fd, world->out + world->out_begin, world->out_end - world->out_begin, NULL, 0);
+        ZC_POINT("hub: a rank has sent");
         if (went < 0) {
             world->unsendable = 1; /* what has arrived may tell why, so the reader reads on */
             world->out_begin = world->out_end = 0;

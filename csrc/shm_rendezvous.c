@@ -133,8 +133,24 @@ typedef struct host {
     struct pollfd *polls; /* [1 + GUESTS_MAX + ranks] */
 } host;
 
+/* The process that listens at an address: text, "" when it cannot be told. It gets a guest that says nothing and goes. */
+static const char *listener_of(const struct sockaddr_un *address, socklen_t length, char *text, size_t room_bytes)
+{
+    struct ucred owner = {0};
+    socklen_t owner_bytes = sizeof owner;
+    int fd = new_socket();
+    text[0] = '\0';
+    if (fd >= 0 && connect(fd, (const struct sockaddr *)address, length) == 0 &&
+        getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &owner, &owner_bytes) == 0 && owner.pid > 0)
+        snprintf(text, room_bytes, " (process %ld)", (long)owner.pid);
+    if (fd >= 0)
+        close(fd);
+    return text;
+}
+
 static zc_status listen_for_ranks(host *h)
 {
+    char process[40];
     struct sockaddr_un address;
     socklen_t length = address_of(h->r, &address);
     uint64_t give_up_ns = later(NAME_TAKEN_NS < h->r->start_timeout_ns ? NAME_TAKEN_NS : h->r->start_timeout_ns);
@@ -147,8 +163,9 @@ static zc_status listen_for_ranks(host *h)
             return zc_fail_errno(ZC_ESYSTEM, errno, "rank 0 cannot bind the socket of job '%s'", h->r->job);
         ZC_TRY(still_time(h->r, give_up_ns, &left_ms));
         if (!left_ms)
-            return zc_fail(ZC_ECOMM, "job '%s' is already being started on this host by another rank 0; set ZERO_C_JOB "
-                           "or another MASTER_PORT for one of the two jobs", h->r->job);
+            return zc_fail(ZC_ECOMM, "job '%s' is already being started on this host by another rank 0%s; set ZERO_C_JOB "
+                           "or another MASTER_PORT for one of the two jobs", h->r->job,
+                           listener_of(&address, length, process, sizeof process));
         nanosleep(&(struct timespec){0, RETRY_NS}, NULL);
     }
     if (zc_fault() ? (errno = EACCES, 1) : listen(h->listener, 128) != 0)
@@ -176,8 +193,8 @@ static void judge(const host *h, const shm_packet *hello, size_t fd_count, char 
         snprintf(why, room_bytes, "rank 0 of job '%s' speaks version %u of the protocol, this rank version %u", r->job,
                  SHM_PACKET_VERSION, hello->version);
     else if (token_differs(r, hello))
-        snprintf(why, room_bytes, "rank 0 of job '%s' has another token; ZERO_C_TOKEN must be the same on all ranks",
-                 r->job);
+        snprintf(why, room_bytes, "rank 0 of job '%s' has another token; ZERO_C_TOKEN must be the same on all ranks of a "
+                 "job, and a second job needs another ZERO_C_JOB or MASTER_PORT", r->job);
     else if (hello->ranks != r->ranks)
         snprintf(why, room_bytes, "rank 0 of job '%s' expects %zu ranks, this rank %u; the world size must be the same "
                  "on all ranks", r->job, r->ranks, hello->ranks);

@@ -2,10 +2,8 @@
 
 import functools
 import re
-import sysconfig
 
-import numpy
-
+from package_build import make_package
 from test_c import BUILD, CC, CORE, CSRC, FLAVOURS, ROOT, compile_all, compile_object, flags_for, link
 
 FOLDER = BUILD / "points"
@@ -39,20 +37,7 @@ def preload():
 @functools.cache
 def package():
     """A folder in which zero_c is this one, with an extension that has points; preload() has their function."""
-    includes = [f"-I{sysconfig.get_path('include')}", f"-I{numpy.get_include()}"]
-    glue = compile_all(lambda source: compile_with_points(source, *includes), sorted(CSRC.glob("py_*.c")))
-    extension = link(FOLDER / "_core.so", [CC, "-shared", "-pthread"], [*glue, *core_objects(), "-lm", "-ldl"])
-    folder = FOLDER / "package" / "zero_c"
-    folder.mkdir(parents=True, exist_ok=True)
-    wanted = {path.name: path for path in (ROOT / "zero_c").iterdir() if path.suffix != ".so" and path.name != "__pycache__"}
-    wanted["_core.so"] = extension
-    for entry in folder.iterdir():
-        if entry.is_symlink() and (entry.name not in wanted or entry.resolve() != wanted[entry.name].resolve()):
-            entry.unlink()
-    for name, path in wanted.items():
-        if not (folder / name).is_symlink():
-            (folder / name).symlink_to(path)
-    return folder.parent
+    return make_package(FOLDER, compile_with_points, core_objects())
 
 
 def points_of_the_core():

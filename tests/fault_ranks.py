@@ -122,7 +122,7 @@ def live(part):
                     if plan["operation"] == background:
                         part.come_to(background)
                         with part.within(background):
-                            training.save_in_background(background == "async_save")
+                            together_or_not(part, comm, lambda: training.save_in_background(background == "async_save"))
         part.come_to("close")
         if not part.closes_first:
             comm.barrier()
@@ -336,7 +336,7 @@ def check_fault(plan, answers, statuses, met):
     if how == FAILS:
         told = {answer["told"] for answer in answers if answer}
         must(len(told) == 1 and all(answers), f"an error on some ranks only: {[answer and (answer['told'], answer.get('trace')) for answer in answers]}")
-        must(told == {""} or f"rank {victim}: " in told.pop(), f"the error does not name rank {victim}: {told}")
+        must(told == {""} or re.search(rf"rank {victim}\b", told.pop()), f"the error does not name rank {victim}: {told}")
     for rank, answer in enumerate(answers):
         if rank == victim:
             continue

@@ -25,7 +25,7 @@ RUN_DEADLINE_S = 180
 SETUP = runpy.run_path(str(ROOT / "setup.py"), run_name="flags")
 FLAVOURS = {
     "plain": [],
-    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-fPIC"],
     "thread": ["-fsanitize=thread", "-fno-omit-frame-pointer", "-g"],
 }
 ENVIRONMENT = {

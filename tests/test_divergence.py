@@ -1,7 +1,7 @@
 """Two ranks whose next operations differ in any way: zero_c.Mismatch on both, which names both sides.
 
-Every ordered pair of OPERATIONS, at stages 0 to 2, between threads of one process; units of stage 3 that differ are in
-test_stage3.py and tests/c/test_declare.c.
+Every ordered pair of OPERATIONS, at stages 0 to 2, and of these and SHARDED at stage 3, between threads of one process. Where
+gathers of units are collective, pairs of them and of what else an engine does are in tests/c/test_stage3.c.
 """
 
 import re
@@ -11,11 +11,12 @@ import numpy
 import pytest
 
 import zero_c
+from zero_c import _core, _options
 
 BOTH = "rank 0.*rank 1|rank 1.*rank 0|ranks 0 and 1|ranks 1 and 0"
 TIMEOUT_S = 30  # a pair that is not found is a Timeout, and fails the test
 
-# name -> (what messages call it, the call)
+# name -> (what messages call it, the call[, what tells it from others of that name])
 OPERATIONS = {
     "barrier": ("barrier", lambda opt, comm, folder: comm.barrier()),
     "sum of 3": ("all_reduce", lambda opt, comm, folder: comm.all_reduce(ones(3))),
@@ -28,14 +29,14 @@ OPERATIONS = {
     "broadcast from 0": ("broadcast", lambda opt, comm, folder: comm.broadcast(ones(3), 0)),
     "broadcast from 1": ("broadcast", lambda opt, comm, folder: comm.broadcast(ones(3), 1)),
     "split": ("split", lambda opt, comm, folder: comm.split(0)),
-    "step": ("step", lambda opt, comm, folder: opt.step()),
-    "gradient of 0": ("reading state", lambda opt, comm, folder: opt.grad(0)),
-    "gradient of 1": ("reading state", lambda opt, comm, folder: opt.grad(1)),
-    "state of 0": ("reading state", lambda opt, comm, folder: opt.full_state(0)),
-    "state of 1": ("reading state", lambda opt, comm, folder: opt.full_state(1)),
-    "clip to 1": ("clip_grad_norm_", lambda opt, comm, folder: opt.clip_grad_norm_(1.0)),
-    "clip to 2": ("clip_grad_norm_", lambda opt, comm, folder: opt.clip_grad_norm_(2.0)),
-    "step at another rate": ("step", lambda opt, comm, folder: step_at(opt, 0.5)),
+    "step": ("step", lambda opt, comm, folder: opt.step(), "lr 0.001"),
+    "gradient of 0": ("reading state", lambda opt, comm, folder: opt.grad(0), "gradient of parameter 0"),
+    "gradient of 1": ("reading state", lambda opt, comm, folder: opt.grad(1), "gradient of parameter 1"),
+    "state of 0": ("reading state", lambda opt, comm, folder: opt.full_state(0), "first moment of parameter 0"),
+    "state of 1": ("reading state", lambda opt, comm, folder: opt.full_state(1), "first moment of parameter 1"),
+    "clip to 1": ("clip_grad_norm_", lambda opt, comm, folder: opt.clip_grad_norm_(1.0), "max_norm 1,"),
+    "clip to 2": ("clip_grad_norm_", lambda opt, comm, folder: opt.clip_grad_norm_(2.0), "max_norm 2,"),
+    "step at another rate": ("step", lambda opt, comm, folder: step_at(opt, 0.5), "lr 0.5"),
     "save": ("save", lambda opt, comm, folder: opt.save(folder)),
     "load": ("load", lambda opt, comm, folder: opt.load(folder)),
     "another optimizer": ("channel_open", lambda opt, comm, folder: zero_c.ShardedOptimizer([ones(3)], comm=comm)),
@@ -84,20 +85,89 @@ def outcomes(calls, stage, folder):
     return errors_of(live)
 
 
+def check_pair(operations, first, second, errors):
+    """What is wrong with the errors of two ranks, in words."""
+    (one, _, *about_one), (other, _, *about_other) = operations[first], operations[second]
+    words = [one, other, *(about_one + about_other if one == other else [])]
+    return [f"{first} against {second}: {error!r}" for error in errors
+            if type(error) is not zero_c.Mismatch or not all(word in str(error) for word in words) or not re.search(BOTH, str(error))]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("first", OPERATIONS)
 def test_different_operations(first, stage, tmp_path):
     wrong = []
     for second in OPERATIONS:
-        if second == first:
-            continue
-        words, calls = zip(OPERATIONS[first], OPERATIONS[second], strict=True)
-        for error in outcomes(calls, stage, str(tmp_path / "folder")):
-            named = all(word in str(error) for word in words) and re.search(BOTH, str(error))
-            if type(error) is not zero_c.Mismatch or not named:
-                wrong.append(f"{first} against {second}: {error!r}")
+        if second != first:
+            calls = [OPERATIONS[name][1] for name in (first, second)]
+            wrong += check_pair(OPERATIONS, first, second, outcomes(calls, stage, str(tmp_path / "folder")))
     assert not wrong, "\n".join(wrong)
     assert not (tmp_path / "folder").exists()
+
+
+class Sharded:
+    """An engine of stage 3 with a unit for each of two parameters, in the words of OPERATIONS."""
+
+    def __init__(self, comm):
+        options = _options.resolve("adamw", {})
+        self.param_groups = [{"lr": options["lr"]}]
+        self._options = options
+        params = [(name, size, "float32", 0, ones(size), unit, False) for unit, (name, size) in enumerate({"a": 5, "b": 7}.items())]
+        self.engine = _core.Engine(comm, params, self._groups(), stage=3, units=[("a", 1, False), ("b", 1, False)], bucket_bytes=1024)
+
+    def _groups(self):
+        return [_options.to_core("adamw", {**self._options, **self.param_groups[0]})]
+
+    def step(self):
+        self.engine.step(self._groups())
+
+    def clip_grad_norm_(self, max_norm):
+        return self.engine.clip(max_norm)
+
+    def grad(self, index):
+        return self.engine.read(index, "grad")
+
+    def full_state(self, index):
+        return self.engine.read(index, "exp_avg")
+
+    def use(self, unit, backward=False):
+        self.engine.acquire(unit, backward)
+        self.engine.release(unit)
+
+
+SHARDED = {name: OPERATIONS[name] for name in OPERATIONS if name not in ("save", "load", "another optimizer")} | {
+    "second moment of 0": ("reading state", lambda opt, comm, folder: opt.engine.read(0, "exp_avg_sq"), "second moment of parameter 0"),
+    "value of 0": ("reading a parameter", lambda opt, comm, folder: opt.engine.fetch(0), "parameter 0 (a)"),
+    "value of 1": ("reading a parameter", lambda opt, comm, folder: opt.engine.fetch(1), "parameter 1 (b)"),
+    "new value of 0": ("writing a parameter", lambda opt, comm, folder: opt.engine.store(0, ones(5)), "parameter 0 (a)"),
+    "new value of 1": ("writing a parameter", lambda opt, comm, folder: opt.engine.store(1, ones(7)), "parameter 1 (b)"),
+    "a meeting": ("evaluation", lambda opt, comm, folder: opt.engine.sync("evaluation")),
+    "another meeting": ("full_model_state_dict", lambda opt, comm, folder: opt.engine.sync("full_model_state_dict")),
+}
+# What a rank alone may do between meetings on one host: its next call decides all the same.
+ALONE = (lambda opt: None, lambda opt: opt.use(0), lambda opt: [opt.use(1), opt.use(0, backward=True)])
+
+
+@pytest.mark.parametrize("first", SHARDED)
+def test_different_operations_at_stage_3(first, tmp_path):
+    wrong = []
+    for number, second in enumerate(SHARDED):
+        if second == first:
+            continue
+        calls = [SHARDED[name][1] for name in (first, second)]
+
+        def live(rank, comm, calls=calls, alone=number % len(ALONE)):
+            opt = Sharded(comm)
+            for unit, size in enumerate((5, 7)):
+                opt.use(unit)
+                opt.engine.add_grad(unit, ones(size))
+            opt.engine.end_round()
+            if rank:
+                ALONE[alone](opt)
+            calls[rank](opt, comm, str(tmp_path))
+
+        wrong += check_pair(SHARDED, first, second, errors_of(live))
+    assert not wrong, "\n".join(wrong)
 
 
 # Optimizers that differ in one thing each: arguments of rank 0, and of rank 1.

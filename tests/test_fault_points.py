@@ -28,12 +28,12 @@ def walk(folder, ranks, variant, manners, places="all"):
 
 
 def depends_on_time(name):
-    return name.startswith(("wait: ", "failure: ", "wake: "))
+    return name.startswith(("wait: ", "failure: ", "wake: ", "hub: what is left"))
 
 
 def test_ranks_come_to_every_point_of_the_core(tmp_path):
     passed = set()
-    for variant in VARIANTS:
+    for variant in (*VARIANTS, "hub"):
         passed |= walk(tmp_path / variant, 2, variant, "")[1]
     missing = {name for name in fault_build.points_of_the_core() - passed if not depends_on_time(name)}
     assert not missing, f"no run comes to {missing}"
@@ -61,7 +61,7 @@ def test_what_peers_see_has_points_beside_it(source):
 
 
 @pytest.mark.parametrize(("ranks", "variant", "manners"), [(3, "start", "ke"), (2, "0", "ks"), (2, "1", "em"), (2, "2", "km"),
-                                                           (2, "3", "ks"), (3, "3", "gd")])
+                                                           (2, "3", "ks"), (3, "3", "gd"), (3, "hub", "ks")])
 def test_one_place_of_every_point(tmp_path, ranks, variant, manners):
     walk(tmp_path, ranks, variant, manners, "some")
 
@@ -73,6 +73,14 @@ def test_every_place(tmp_path, ranks, variant):
     met, passed = walk(tmp_path, ranks, variant, "ksemg" if ranks == 2 else "ksemgd")
     if variant != "start":
         passed = {name for name in passed if not name.startswith("start: ") and name != "program: before start"}
+    missing = {name for name in passed - met if not depends_on_time(name)}
+    assert not missing, f"nobody met an end at {missing}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_place_between_hosts(tmp_path, ranks):
+    met, passed = walk(tmp_path, ranks, "hub", "ksemg")
     missing = {name for name in passed - met if not depends_on_time(name)}
     assert not missing, f"nobody met an end at {missing}"
 

@@ -280,7 +280,7 @@ def killed_and_restarted(program, tmp_path, ranks, kills, steps, seed):
     hit = sum(training.kill_one(attempt, moment) for attempt, moment in enumerate(moments(kills)))
     status, losses = training.end()
     assert status == 0, training.errors()
-    assert training.errors().count(f" of {kills}\n") == kills
+    assert re.findall(rf"restart (\d+) of {kills}\n", training.errors()) == [str(kill + 1) for kill in range(kills)], training.errors()
     assert losses == wanted and len(losses) == steps
     assert 0 < training.starts()[-1] < steps and training.starts() == sorted(training.starts())
     assert len(os.listdir(folder)) == FILES

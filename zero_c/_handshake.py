@@ -135,7 +135,8 @@ def _why_not(job, said, proven, joined):
         return (f"rank {rank} is of another job than the ranks that meet here; set the same ZERO_C_JOB on all ranks of a job, "
                 f"and for each job another ZERO_C_ADDR or MASTER_PORT")
     if not proven:
-        return "rank 0 has another token; ZERO_C_TOKEN must be the same on all ranks"
+        return ("rank 0 has another token; ZERO_C_TOKEN must be the same on all ranks of a job, and a second job needs another "
+                "ZERO_C_ADDR or MASTER_PORT")
     if said["ranks"] != job.ranks:
         return f"rank 0 expects {job.ranks} ranks, rank {rank} {said['ranks']}; the world size must be the same on all ranks"
     if not 0 < rank < job.ranks:

@@ -24,6 +24,7 @@ from zero_c._handshake import Job, Refused, Wrong
 HELLO_S = 5.0      # for a connection to be made, and for one to say its first word
 FAREWELL_S = 1.0   # for rank 0 to say who is missing to a rank that gives up
 RETRY_S = 0.2
+GREETING_S = 1.0   # for who has the port to say that it is a rank 0
 PORT_BUSY_S = 3.0  # how long the port may still belong to a connection that is going away
 GUESTS_MAX = 128   # connections that have not said who they are
 ACCEPTS = 32       # of them in one turn of the loop
@@ -110,8 +111,10 @@ class _Listener:
             self.selector.register(sock, selectors.EVENT_READ)
 
     def _cannot_listen(self, error):
-        advice = ("another program has that port: choose a free one with ZERO_C_ADDR=host:port, or another MASTER_PORT"
-                  if error.errno == errno.EADDRINUSE else "it must be an address of the host of rank 0, the same on all ranks")
+        advice = "it must be an address of the host of rank 0, the same on all ranks"
+        if error.errno == errno.EADDRINUSE:
+            advice = (f"{_who_listens(self.job.address)} has that port: choose a free one with ZERO_C_ADDR=host:port, or another "
+                      f"MASTER_PORT")
         return CommError(f"rank 0 of job '{self.job.name}' cannot listen at {self.job.address} ({_why(error)}); {advice}")
 
     def _stop_listening(self):
@@ -248,6 +251,17 @@ def _numbers(names):
     """Names as numbers from 0, in the order in which they appear."""
     seen = {}
     return [seen.setdefault(name, len(seen)) for name in names]
+
+
+def _who_listens(address):
+    """Who has a port, in words: a rank 0 greets all who connect."""
+    try:
+        with socket.create_connection((address.host, address.port), GREETING_S) as sock:
+            text, _ = _receive(sock, _handshake.HELLO_BYTES, time.monotonic() + GREETING_S)
+        _handshake.read_greeting(text)
+        return "rank 0 of another job"
+    except (OSError, Wrong):
+        return "another program"
 
 
 def _listen_at(address):

@@ -270,7 +270,7 @@ class Saving:
             path = self.done_path(rank)
             while not path.exists():
                 if self._broke_promise(rank) and not path.exists():
-                    raise CheckpointError(f"rank {rank} is gone, and has not written its part")
+                    raise CheckpointError(f"rank {rank} is gone, or could not say that it has written its part")
                 if time.monotonic() > end:
                     raise CheckpointError(f"rank {rank} has not written its part {PATIENCE_S:.0f} s after rank 0; it is stopped, or does "
                                           f"not see the folder")

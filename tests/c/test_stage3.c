@@ -11,6 +11,7 @@
 #include "testing.h"
 #include "zero_c.h"
 
+#include <math.h>
 #include <pthread.h>
 #include <time.h>
 
@@ -1167,6 +1168,102 @@ static void collective_gathers_agree(void)
     elsewhere_expect_difference(0);
 }
 
+/* ---- the same, for every pair of calls ----------------------------------------------------- */
+
+/* What a rank does next: what messages call it, and what tells it from others of that name. */
+static const struct {
+    const char *what, *with;
+} calls[] = {
+    {"gather of unit 'b1'", ""},
+    {"gather of unit 'b2'", ""},
+    {"gather of unit 'root'", ""},
+    {"step", "lr 0.01"},
+    {"step", "lr 0.5"},
+    {"step", "loss_scale 4"},
+    {"clip_grad_norm_", "max_norm 1,"},
+    {"clip_grad_norm_", "max_norm 2,"},
+    {"clip_grad_norm_", "norm_type inf"},
+    {"reading state", "gradient of parameter 1 (b1)"},
+    {"reading state", "gradient of parameter 2 (b2)"},
+    {"reading state", "first moment of parameter 1 (b1)"},
+    {"reading a parameter", "parameter 1 (b1)"},
+    {"reading a parameter", "parameter 2 (b2)"},
+    {"writing a parameter", "parameter 1 (b1)"},
+    {"writing a parameter", "parameter 2 (b2)"},
+    {"evaluation", ""},
+    {"wait_saved", ""},
+};
+enum { CALLS = sizeof calls / sizeof *calls };
+
+static zc_status call(blocks *b, int which)
+{
+    zc_engine *e = b->engine;
+    zc_step_args args = ZC_STEP_ARGS;
+    zc_options options = adamw;
+    float values[3000] = {0};
+    double norm;
+    switch (which) {
+    case 0: case 1:
+        return acquire_and_release(b, (size_t)which + 1);
+    case 2:
+        return acquire_and_release(b, 0);
+    case 3: case 4: case 5:
+        options.lr = which == 4 ? 0.5 : 0.01;
+        args.loss_scale = which == 5 ? 4 : 1;
+        return zc_engine_step(e, &options, 1, &args);
+    case 6: case 7:
+        return zc_engine_clip(e, which - 5, 2, 1, &norm);
+    case 8:
+        return zc_engine_clip(e, 1, INFINITY, 1, &norm);
+    case 9: case 10:
+        return zc_engine_read(e, (size_t)which - 8, ZC_ROLE_GRAD, 1, values);
+    case 11:
+        return zc_engine_read(e, 1, ZC_ROLE_EXP_AVG, 1, values);
+    case 12: case 13:
+        return zc_engine_fetch(e, (size_t)which - 11, values);
+    case 14: case 15:
+        return zc_engine_store(e, (size_t)which - 13, values);
+    default:
+        return zc_engine_sync(e, calls[which].what);
+    }
+}
+
+/* b->what: the pair of rank 0's call and rank 1's. */
+static void pair_body(blocks *b)
+{
+    int pair[2] = {b->what / CALLS, b->what % CALLS};
+    char *given = elsewhere_put(b->device, b->stream, calloc(1, 1000 * sizeof(float) + 8), 1000 * sizeof(float));
+    visit(b, 4, 0);
+    visit(b, 4, 1);
+    CHECK_OK(zc_engine_add_grad(b->engine, 1, given));
+    CHECK_OK(zc_engine_end_round(b->engine, NULL, 0));
+    zc_status status = call(b, pair[b->rank]);
+    if (status == ZC_OK)
+        status = zc_engine_sync(b->engine, "the end");
+    for (int r = 0; r < 2; r++) {
+        expect(status, ZC_EMISMATCH, calls[pair[r]].what);
+        if (!strcmp(calls[pair[0]].what, calls[pair[1]].what))
+            expect(status, ZC_EMISMATCH, calls[pair[r]].with);
+    }
+    expect(status, ZC_EMISMATCH, "rank");
+    b->device->ops->synchronize(b->device, b->stream);
+    elsewhere_free(b->device, given, 1000 * sizeof(float));
+}
+
+static void every_pair_of_calls_that_differ(void)
+{
+    const int every = ELSEWHERE ? 5 : SPARSE; /* a machine of GPUs takes long to make */
+    for (int first = 0; first < CALLS; first++)
+        for (int second = 0; second < CALLS; second++)
+            if (first != second && (first + second) % every == 0) {
+                blocks b = six;
+                b.defer = 1;
+                b.what = first * CALLS + second;
+                b.prefetch = (size_t)(first + second) % 2;
+                with_blocks(2, b, pair_body);
+            }
+}
+
 /* One host is as many gathers ahead of the other as it can be; every use of a slot is in its place all the same. */
 static void run_ahead_body(blocks *b)
 {
@@ -1593,6 +1690,7 @@ int main(void)
 {
     RUN(equals_stage_2_deferred);
     RUN(collective_gathers_agree);
+    RUN(every_pair_of_calls_that_differ);
     RUN(hosts_run_ahead);
     RUN(traffic_is_counted);
     RUN(memory_with_one_address);

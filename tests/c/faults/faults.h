@@ -16,6 +16,7 @@
 #define MOST_POINTS 6000 /* that one rank comes to in one run */
 #define POINT_BYTES 40
 #define SCRIPT_FD 3      /* of the script, in a rank */
+#define HUB_FD 10        /* with a hub: of rank 0's socket to rank r, HUB_FD + r; of a rank's own one, HUB_FD */
 
 #define EXIT_FAILED 3    /* a rank whose call failed, after it has closed everything */
 #define EXIT_SUDDEN 7    /* a rank that exits in the middle of a call */
@@ -40,6 +41,7 @@ typedef struct rank_report {
     uint64_t fault_ns;       /* when it met its end; 0: it did not */
     uint64_t end_ns;         /* when its call failed */
     int status;              /* ZC_OK: no call failed */
+    int opened;              /* it has a communicator */
     int closed;              /* it has closed everything, and looked at what is left */
     size_t descriptors_left, mappings_left;
     long questions;          /* allocations and system calls that could have failed */
@@ -53,6 +55,7 @@ typedef struct script {
     size_t ranks;
     int stage, shared, overlap;
     int start_only;          /* meet and part: what comes before there is an engine */
+    int hub;                 /* ranks as on several hosts: a communicator over sockets, and what goes over it; no engine */
     int list;
     uint64_t steps;          /* the run ends after so many */
     int closer;              /* the rank that closes while the others go on; -1: they part together */

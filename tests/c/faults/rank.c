@@ -12,6 +12,7 @@
 #include "zero_c.h"
 
 #include <fcntl.h>
+#include <stdatomic.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -44,10 +45,17 @@ static void meet_end(manner how)
         giving_up = 1;
 }
 
+/* A hub's thread, and the reader of its messages, come to points of their own. */
 void zc_point(const char *name)
 {
-    if (plan->list && !unlisted && report->points < MOST_POINTS)
-        snprintf(report->point[report->points++], POINT_BYTES, "%s", name);
+    static atomic_size_t listed;
+    if (plan->list && !unlisted) {
+        size_t k = atomic_fetch_add(&listed, 1);
+        if (k < MOST_POINTS) {
+            snprintf(report->point[k], POINT_BYTES, "%s", name);
+            report->points = k + 1;
+        }
+    }
     for (size_t k = 0; k < 2; k++) {
         const fault *f = &plan->faults[k];
         if (f->how != NO_FAULT && f->rank == own_rank && !strcmp(f->point, name) && ++times[k] == f->time)
@@ -269,12 +277,60 @@ static zc_status build(zc_comm *comm, zc_options *group, zc_engine **engine)
     return ZC_OK;
 }
 
+/* ---- several hosts ---------------------------------------------------------------- */
+
+static zc_status talk(zc_comm *comm)
+{
+    static float values[40000]; /* more than a socket takes at once */
+    static float all[MOST_RANKS * 500];
+    zc_comm *part_of = NULL;
+    uint64_t digest = ZC_HASH_START;
+    for (uint64_t turn = 0; turn < 2; turn++) {
+        numbers(values, 40000, 10 * turn + own_rank);
+        DO("an array is reduced", zc_comm_all_reduce(comm, values, 40000, ZC_FLOAT32, ZC_SUM));
+        DO("a broadcast", zc_comm_broadcast(comm, values, 4000, turn));
+        DO("a gathering", zc_comm_all_gather(comm, values, all, 500 * sizeof *all));
+        DO("a meeting", zc_comm_barrier(comm));
+        DO("a split", zc_comm_split(comm, 0, &part_of));
+        zc_status status = between("a part's meeting");
+        if (status == ZC_OK)
+            status = zc_comm_barrier(part_of);
+        zc_comm_close(part_of);
+        ZC_TRY(status);
+        digest = zc_hash(digest, values, sizeof values);
+        digest = zc_hash(digest, all, plan->ranks * 500 * sizeof *all);
+    }
+    report->digest = digest;
+    return ZC_OK;
+}
+
+static zc_status live_at_a_hub(zc_comm **comm)
+{
+    size_t hosts[MOST_RANKS] = {0, 1, 1, 2};
+    int sockets[MOST_RANKS] = {HUB_FD, HUB_FD + 1, HUB_FD + 2, HUB_FD + 3};
+    zc_comm_sockets config = {.rank = own_rank, .ranks = plan->ranks, .hosts = hosts, .sockets = sockets,
+                              .timeout_s = plan->timeout_s};
+    zc_status status = between("start");
+    if (status != ZC_OK) {
+        for (size_t r = own_rank ? 0 : 1; r < (own_rank ? 1 : plan->ranks); r++)
+            close(HUB_FD + (int)r);
+        return status;
+    }
+    ZC_TRY(zc_comm_open_sockets(&config, comm));
+    report->opened = 1;
+    ZC_TRY(talk(*comm));
+    return part(*comm);
+}
+
 static zc_status live(zc_comm **comm, zc_engine **engine)
 {
     zc_options group = ZC_OPTIONS_ADAMW;
+    if (plan->hub)
+        return live_at_a_hub(comm);
     zc_comm_config config = {.rank = own_rank, .ranks = plan->ranks, .job = plan->job, .token = "a secret",
                              .start_timeout_s = plan->start_timeout_s, .timeout_s = plan->timeout_s};
     DO("start", zc_comm_open(&config, comm));
+    report->opened = 1;
     if (!plan->start_only) {
         ZC_TRY(build(*comm, &group, engine));
         ZC_TRY(train(*comm, *engine, &group));
@@ -306,7 +362,8 @@ int rank_main(size_t rank)
         return 1;
     own_rank = rank;
     report = &plan->report[rank];
-    size_t descriptors = count_fds(), mappings = count_mappings();
+    size_t given = plan->hub ? (rank ? 1 : plan->ranks - 1) : 0;
+    size_t descriptors = count_fds() - given, mappings = count_mappings();
     long nth = 0;
     for (size_t k = 0; k < 2; k++)
         if (plan->faults[k].how == NO_MEMORY && plan->faults[k].rank == rank)

@@ -12,7 +12,8 @@
  * time.  In the end it prints what was done and found, and the points that ranks came
  * by or met their end at.
  *
- * VARIANT: a stage, then s (shared parameters) or o (gathers that overlap), or "start".
+ * VARIANT: a stage, then s (shared parameters) or o (gathers that overlap), or "start", or "hub": ranks as on several
+ * hosts, that have a communicator and no engine.
  * MANNERS: k killed, s stopped, e exits, m no memory, g gives up, d another dies while
  * it tells the others that a first one was killed.
  *
@@ -26,8 +27,10 @@
 #include "zc_status.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdarg.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -37,6 +40,7 @@
 #define EARLY_NS 50000000ll  /* a peer may have waited before the rank stopped */
 #define ATTACH_NS 5100000000ll /* start-up gives ranks so long to map one another, whatever the timeout is */
 #define RUN_LIMIT_NS (20 * SECOND)
+#define HUB_NS 2300000000ll  /* so long a hub is given to say who is missing, before that is known to be rank 0 */
 #define MOST_ITEMS 60000
 #define MOST_JOBS 16
 #define STOPPED_JOBS 4        /* so many for each other job */
@@ -61,7 +65,7 @@ typedef struct job {
 
 static const char *folder, *variant, *manners;
 static size_t ranks;
-static int stage, shared, overlap, start_only, some;
+static int stage, shared, overlap, start_only, hub, some;
 static uint64_t right_digest;
 static unsigned runs_made, jobs_numbered;
 static uint64_t gone_on_from[MOST_CHECKPOINTS];
@@ -107,10 +111,35 @@ static script *new_script(int *fd)
     return plan == MAP_FAILED ? NULL : plan;
 }
 
+/* Sockets between rank 0 and each other, out of the way of the numbers that ranks know them by. */
+static void make_sockets(int pairs[][2])
+{
+    for (size_t r = 1; r < ranks; r++) {
+        int pair[2];
+        if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) {
+            perror("walk: no sockets");
+            exit(2);
+        }
+        for (int side = 0; side < 2; side++) {
+            pairs[r][side] = fcntl(pair[side], F_DUPFD_CLOEXEC, HUB_FD + MOST_RANKS);
+            close(pair[side]);
+        }
+    }
+}
+
+/* In a rank: its own side gets its number; the others are closed by exec. */
+static void take_sockets(int pairs[][2], size_t rank)
+{
+    if (rank)
+        dup2(pairs[rank][1], HUB_FD);
+    for (size_t r = 1; !rank && r < ranks; r++)
+        dup2(pairs[r][0], HUB_FD + (int)r);
+}
+
 /* Fresh processes, which know nothing but the script. */
 static void start_ranks(job *j, const script *what)
 {
-    int fd;
+    int fd, pairs[MOST_RANKS][2];
     if (j->plan)
         munmap(j->plan, sizeof *j->plan);
     j->plan = new_script(&fd);
@@ -121,6 +150,8 @@ static void start_ranks(job *j, const script *what)
     memcpy(j->plan, what, offsetof(script, report));
     snprintf(j->plan->job, sizeof j->plan->job, "faults-%d-%u", (int)getpid(), ++runs_made);
     j->start_ns = now_ns();
+    if (hub)
+        make_sockets(pairs);
     for (size_t r = 0; r < ranks; r++) {
         char number[16];
         snprintf(number, sizeof number, "%zu", r);
@@ -130,11 +161,17 @@ static void start_ranks(job *j, const script *what)
             if (fd == SCRIPT_FD) /* dup2 to itself would leave it close-on-exec */
                 fd = dup(fd);
             dup2(fd, SCRIPT_FD);
+            if (hub)
+                take_sockets(pairs, r);
             execl("/proc/self/exe", "rank", number, (char *)NULL);
             _exit(127);
         }
     }
     close(fd);
+    for (size_t r = 1; hub && r < ranks; r++) {
+        close(pairs[r][0]);
+        close(pairs[r][1]);
+    }
 }
 
 /* 1 when all ranks have ended; a stopped one is ended when it is alone. */
@@ -212,7 +249,7 @@ static int may_be_unknown(const fault *f)
     static const char *const before[] = {"block: made", "start: memory made", "start: connected", "start: listening",
                                          "start: a guest has come", "start: a rank has joined",
                                          "start: a rank is welcomed", "start: hello is said", "program: before start"};
-    if (!start_only)
+    if (!start_only || hub)
         return 0;
     for (size_t k = 0; k < sizeof before / sizeof *before; k++)
         if (!strcmp(f->point, before[k]))
@@ -240,6 +277,8 @@ static int survivor_is_right(const job *j, size_t r, const fault *f)
         if (start_only && (!strncmp(f->point, "start: ", 7) || !strncmp(f->point, "block: ", 7) ||
                            !strcmp(f->point, "program: before start")))
             most = (int64_t)(START_TIMEOUT_S * 1e9) + ATTACH_NS + 2 * (int64_t)SECOND;
+        if (hub && f->rank == 0)
+            most += HUB_NS;
         if (seen->status == ZC_EPEERLOST && names_rank(text, "rank ", f->rank) && strstr(text, "has closed"))
             return 1; /* it had said so before it was stopped */
         if (seen->status != ZC_ETIMEOUT)
@@ -256,6 +295,11 @@ static int survivor_is_right(const job *j, size_t r, const fault *f)
         slowest_ns[f->how] = (uint64_t)late_ns;
     if (!names_rank(text, "rank ", f->rank))
         return is_wrong("rank %zu: rank %zu is not named: %s", r, f->rank, text);
+    if (hub && !lost->opened) /* who has not said that it is there can only go: its socket ends */
+        return seen->status == ZC_EPEERLOST || strstr(text, "no memory") ? 1 : is_wrong("rank %zu: no lost peer: %s", r, text);
+    if (hub && f->how == NO_MEMORY && f->rank == 0 &&
+        (strstr(text, "rank 0 had no memory for") || strstr(text, "rank 0 has no memory for")))
+        return 1; /* its thread, the hub, that is */
     if (f->how == NO_MEMORY && lost->status != ZC_OK) {
         /* who cannot send to the others cannot tell them why */
         if (strstr(lost->text, "cannot speak with") && seen->status == ZC_EPEERLOST)
@@ -269,7 +313,7 @@ static int survivor_is_right(const job *j, size_t r, const fault *f)
     }
     if (seen->status != ZC_EPEERLOST)
         return is_wrong("rank %zu: no lost peer: %d: %s", r, seen->status, text);
-    if (!strstr(text, "waited for it in ") && !strstr(text, "was lost while the job started"))
+    if (!hub && !strstr(text, "waited for it in ") && !strstr(text, "was lost while the job started")) /* a hub tells before one waits */
         return is_wrong("rank %zu: the operation is not named: %s", r, text);
     if (f->how == KILLED || f->how == EXITED ? !strstr(text, "is gone") && !strstr(text, "was lost") &&
                                                    !strstr(text, "has closed")
@@ -344,6 +388,7 @@ static script plain_script(void)
     plan.shared = shared;
     plan.overlap = overlap;
     plan.start_only = start_only;
+    plan.hub = hub;
     plan.closer = -1;
     plan.timeout_s = plan.start_timeout_s = ENOUGH_S;
     return plan;
@@ -500,10 +545,13 @@ static void add_item(item what)
         items[item_count++] = what;
 }
 
-/* A rank sleeps, or wakes one that sleeps, only if it comes early, or late; the first to see a loss tells it. */
+/*
+ * A rank sleeps, or wakes one that sleeps, only if it comes early, or late; the first to see a loss tells it; messages between
+ * hosts go together, or in parts, as there is room.
+ */
 static int depends_on_time(const char *name)
 {
-    return !strncmp(name, "wait: ", 6) || !strcmp(name, "wake: to be rung") || !strcmp(name, "wake: rung") ||
+    return !strncmp(name, "wait: ", 6) || !strncmp(name, "hub: ", 5) || !strcmp(name, "wake: to be rung") || !strcmp(name, "wake: rung") ||
            !strncmp(name, "failure: ", 9);
 }
 
@@ -677,7 +725,8 @@ int main(int argc, char **argv)
     variant = argv[3];
     manners = argv[4];
     some = !strcmp(argv[5], "some");
-    start_only = !strcmp(variant, "start");
+    hub = !strcmp(variant, "hub");
+    start_only = hub || !strcmp(variant, "start");
     stage = start_only ? 0 : variant[0] - '0';
     shared = !start_only && strchr(variant, 's') != NULL;
     overlap = !start_only && strchr(variant, 'o') != NULL;

@@ -160,7 +160,7 @@ void cuda_memory_free(cuda_memory *memory, void *address)
 void cuda_memory_tidy(cuda_memory *memory)
 {
     /* The last event comes after all others. */
-    if (!memory->last || is_captured(memory) || !has_passed(memory->last) || !is_idle(memory))
+    if (!memory->last || !has_passed(memory->last) || !is_idle(memory))
         return;
     while (memory->buried)
         discard_first(memory);

@@ -595,6 +595,66 @@ static void iterations_are_whole(void)
     }
 }
 
+/* As torch does it: the capture is on a stream of its own, replays are where the engine works otherwise. */
+static void captures_may_be_on_another_stream(void)
+{
+    static trained wanted, got;
+    train(&plain, 1, 0, &wanted);
+    for (uint64_t seed = 0; seed < 6; seed++) {
+        cudaGraphExec_t exec = NULL;
+        bench b;
+        memset(&got, 0, sizeof got);
+        open_bench(&b, &plain, seed);
+        for (size_t s = 0; s < STEPS; s++) {
+            cudaStream_t usual = b.stream;
+            bring_gradients(&b, s);
+            if (s == WARM) {
+                CHECK_EQ(cudaStreamSynchronize(usual), cudaSuccess);
+                b.stream = b.other;
+                begin_capture(&b);
+                CHECK_OK(zc_engine_use_stream(b.engine, b.other));
+                backward(&b);
+                CHECK_OK(step(&b));
+                exec = end_capture(&b);
+                b.stream = usual;
+                CHECK_OK(zc_engine_use_stream(b.engine, usual));
+            }
+            if (exec)
+                CHECK_EQ(cudaGraphLaunch(exec, usual), cudaSuccess);
+            else
+                backward(&b);
+            CHECK_OK(exec ? ZC_OK : step(&b));
+        }
+        read_all(&b, &got);
+        CHECK(memcmp(wanted.weights, got.weights, sizeof got.weights) == 0);
+        CHECK_EQ(cudaGraphExecDestroy(exec), cudaSuccess);
+        close_bench(&b);
+    }
+}
+
+/* Memory that goes in a capture is given back after it. */
+static void memory_may_go_in_a_capture(void)
+{
+    for (uint64_t seed = 0; seed < 6; seed++) {
+        void *before, *inside;
+        bench b;
+        open_bench(&b, &plain, seed);
+        bring_gradients(&b, 0);
+        backward(&b);
+        CHECK_OK(step(&b));
+        CHECK_OK(b.device->ops->alloc(b.device, 64, &before));
+        CHECK_OK(b.device->ops->alloc(b.device, 64, &inside));
+        CHECK_OK(b.device->ops->fill(b.device, stream_of(&b), inside, 1, 64));
+        b.device->ops->free(b.device, before, 64);
+        begin_capture(&b);
+        b.device->ops->free(b.device, inside, 64);
+        backward(&b);
+        CHECK_OK(step(&b));
+        CHECK_EQ(cudaGraphExecDestroy(end_capture(&b)), cudaSuccess);
+        close_bench(&b);
+    }
+}
+
 static void options_must_be_there(void)
 {
     bench b;
@@ -645,6 +705,8 @@ int main(void)
     RUN(gradients_that_must_wait_are_refused);
     RUN(captures_survive_refusals);
     RUN(iterations_are_whole);
+    RUN(captures_may_be_on_another_stream);
+    RUN(memory_may_go_in_a_capture);
     RUN(options_must_be_there);
     RUN(several_ranks_and_stage_3_are_refused);
     emu_reset(0, 0, 1);

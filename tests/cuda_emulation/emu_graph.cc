@@ -290,9 +290,12 @@ cudaError_t record_wait(const stream_ref &on, const event &waited, bool *ours)
         invalidate(waited.recorded, cudaErrorStreamCaptureMerge);
         return invalidate(on->recording, cudaErrorStreamCaptureMerge);
     }
-    if (!on->recording)
+    bool enters = !on->recording;
+    if (enters)
         enter_capture(waited.recorded, on);
     on->last.insert(waited.after.begin(), waited.after.end());
+    if (enters) /* it has to be joined, whatever it gets */
+        record_node(on, operation());
     return cudaSuccess;
 }
 

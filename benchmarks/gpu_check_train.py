@@ -1,15 +1,18 @@
 """Checks of training with torch modules: stages, ranks, gathering in autograd, CUDA graphs."""
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+import zero_c
 from gpu_check_build import nccl_version
 from gpu_check_child import Failed, Skip
 from gpu_check_models import (
     LR,
+    MAX_NORM,
     Mlp,
     Transformer,
     built,
@@ -18,6 +21,7 @@ from gpu_check_models import (
     tokens_of,
     train,
 )
+from gpu_check_speed import host_s
 from zero_c.torch import ShardedOptimizer
 
 HERE = Path(__file__).resolve().parent
@@ -26,7 +30,7 @@ MULTI_RANK_NCCL = 2, 30     # the first that can have two ranks on one GPU
 MOST_RANKS = 4
 PREFETCHES = 0, 1, 2
 RECOMPUTE = None, "plain", "reentrant"
-REPLAYS = 3
+WARM_STEPS, REPLAYS = 3, 4
 
 
 def two_layers():
@@ -102,10 +106,10 @@ def autograd(folder, package):
 class Iteration:
     """A model that is trained on one batch, piece by piece."""
 
-    def __init__(self):
-        self.model = built(two_layers, torch.float32, DEVICE)
-        self.opt = ShardedOptimizer(self.model, stage=2, lr=LR["adamw"])
-        self.tokens = tokens_of(0, 0, 0, DEVICE)
+    def __init__(self, stage, dtype, device):
+        self.model = built(two_layers, dtype, device)
+        self.opt = ShardedOptimizer(self.model, stage=stage, lr=LR["adamw"], max_grad_norm=MAX_NORM)
+        self.tokens = tokens_of(0, 0, 0, device)
 
     def backward(self):
         self.model(self.tokens).backward()
@@ -113,6 +117,14 @@ class Iteration:
     def step(self):
         self.opt.step()
         self.opt.zero_grad()
+
+    def whole(self):
+        self.backward()
+        self.step()
+
+    def lower_rate(self):
+        for group in self.opt.param_groups:
+            group["lr"] /= 2
 
     def values(self):
         return [self.opt.full_param(param) for param in self.model.parameters()]
@@ -128,17 +140,16 @@ def side_stream():
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def warmed_up(steps):
-    iteration = Iteration()
-    with side_stream():
-        for _ in range(steps):
-            iteration.backward()
-            iteration.step()
+def warmed_up(stage, dtype, device):
+    iteration = Iteration(stage, dtype, device)
+    with side_stream() if device == DEVICE else contextlib.nullcontext():
+        for _ in range(WARM_STEPS):
+            iteration.whole()
     return iteration
 
 
 def captured(work):
-    """A graph of work(); Skip with what stood in the way."""
+    """A graph of work(); Failed with what stood in the way."""
     made = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(made):
@@ -146,7 +157,7 @@ def captured(work):
     except Exception as error:      # whatever it is, it is the answer
         while error.__context__ is not None:    # the end of a capture that failed raises again
             error = error.__context__
-        raise Skip(f"cannot be captured: {type(error).__name__}: {' '.join(str(error).split())}") from None
+        raise Failed(f"cannot be captured: {type(error).__name__}: {' '.join(str(error).split())}") from None
     return made
 
 
@@ -155,33 +166,55 @@ def check_same(replayed, eager, what):
         if not torch.equal(one, other):
             raise Failed(f"{what}: {int((one != other).sum())} of {one.numel()} elements of parameter {index} are not "
                          "those of eager steps")
+    if (told := [each.opt.last_step.steps for each in (replayed, eager)])[0] != told[1]:
+        raise Failed(f"{what}: {told[0]} steps are counted, not {told[1]}")
+
+
+def compare_graph(stage, dtype, device, capture, tell):
+    """Replays of an iteration against eager ones, the last at a lower rate; returns the graph.
+
+    capture     makes a graph of a function, without calling it
+    tell        tells an optimizer that its options were changed
+    """
+    eager, replayed = (warmed_up(stage, dtype, device) for _ in range(2))
+    made = capture(replayed.whole)
+    for number in range(REPLAYS):
+        if number == REPLAYS - 1:
+            eager.lower_rate()
+            replayed.lower_rate()
+            tell(replayed.opt)
+        made.replay()
+        eager.whole()
+    check_same(replayed, eager, f"stage {stage}, {dtype}, {REPLAYS} replays")
+    return made
 
 
 def graph(folder, package):
-    """Forward, backward and step in one graph; nothing runs while it is captured."""
+    """Forward, backward and step in one graph."""
     same_operations_same_bits()
-    eager, replayed = warmed_up(3 + REPLAYS), warmed_up(3)
-
-    def work():
-        replayed.backward()
-        replayed.step()
-
-    made = captured(work)
-    for _ in range(REPLAYS):
-        made.replay()
-    torch.cuda.synchronize()
-    check_same(replayed, eager, f"an iteration, replayed {REPLAYS} times")
-    return f"an iteration, replayed {REPLAYS} times, gives the bits of eager steps"
+    times = []
+    for stage, dtype in itertools.product((0, 1, 2), (torch.float32, torch.bfloat16)):
+        made = compare_graph(stage, dtype, DEVICE, captured, ShardedOptimizer.before_replay)
+        times.append(host_s(made.replay, lambda: None))
+    largest = max(times)
+    return (f"an iteration of {len(times)} trainings, replayed {REPLAYS} times, has the bits of eager steps at stages 0 to 2; a "
+            f"replay takes the host {1e6 * largest:.0f} us at most"), {"host_seconds": largest}
 
 
 def graph_step(folder, package):
-    """The step alone, with gradients that an eager backward has left."""
+    """The step alone, with gradients that an eager backward has left: it must be refused, and nothing has happened."""
     same_operations_same_bits()
-    eager, replayed = warmed_up(4), warmed_up(3)
-    replayed.backward()
+    eager, refused = (warmed_up(2, torch.float32, DEVICE) for _ in range(2))
+    refused.backward()
     torch.cuda.synchronize()
-    made = captured(replayed.step)
-    made.replay()
-    torch.cuda.synchronize()
-    check_same(replayed, eager, "step() alone")
-    return "step() alone, replayed, gives the bits of an eager step"
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            refused.opt.step()
+    except zero_c.Error as error:
+        said = str(error)
+    else:
+        raise Failed("step() alone was captured, though a replay cannot know which gradients it has used")
+    refused.step()
+    eager.whole()
+    check_same(refused, eager, "after the refusal")
+    return f"step() alone is refused ({said.split(';')[0]}), and eager steps go on"

@@ -141,6 +141,7 @@ static zc_status accept(zc_engine *engine, size_t index, const void *grad, void 
     if (index >= engine->param_count)
         return zc_fail(ZC_EINVAL, "gradient for parameter %zu, but there are %zu", index, engine->param_count);
     ZC_TRY(engine_check_loaded(engine));
+    ZC_TRY(capture_follow(engine, "a gradient"));
     ZC_TRY(round_settle(engine));
     engine_param *param = &engine->params[index];
     engine_space *space = &engine->spaces[param->space];
@@ -188,7 +189,13 @@ static zc_status keep_copy(zc_engine *engine, engine_param *param)
     engine_space *space = &engine->spaces[param->space];
     size_t bytes = param->elems * space->elem_bytes;
     void *copy = NULL;
-    zc_status status = engine->device->ops->alloc(engine->device, bytes, &copy);
+    zc_status status = engine->graph ? zc_fail(ZC_ESTATE, "rank %zu: the gradient of %s has no room yet, and in a CUDA graph it "
+                                               "cannot be copied to wait for it: give all gradients, in the reverse order of "
+                                               "registration, or make bucket_mb larger", engine->rank,
+                                               engine_param_name(engine, (size_t)(param - engine->params)))
+                                     : ZC_OK;
+    if (status == ZC_OK)
+        status = engine->device->ops->alloc(engine->device, bytes, &copy);
     if (status == ZC_OK)
         status = engine->device->ops->copy(engine->device, engine->stream, copy, param->grad, bytes);
     if (status == ZC_OK) {

@@ -40,6 +40,13 @@ typedef struct device_step {
     uint64_t nonfinite; /* ranks that saw an infinity or NaN */
 } device_step;
 
+/* What replays of captured steps have done (see device_ops.capturing), for the host to read. Device memory. */
+#define DEVICE_COUNTS 12u
+typedef struct device_tally {
+    uint64_t steps;                 /* that were not skipped */
+    uint64_t counts[DEVICE_COUNTS]; /* what the host counts when it enqueues a step that is not captured */
+} device_tally;
+
 typedef struct device_segment {
     uint32_t group;
     uint32_t has_momentum; /* sgd: its buffer holds a value (becomes 1 at the first use with momentum) */
@@ -171,6 +178,21 @@ typedef struct device_ops {
     /* What is enqueued on `after` from now on runs after what has been enqueued on `before`. */
     zc_status (*order)(zc_device *device, zc_stream *before, zc_stream *after);
     void (*destroy)(zc_device *device);
+    /*
+     * Graphs; NULL, all three, on a device that has none.
+     * *graph becomes 0, or, while what is enqueued on the stream is captured into a graph instead of being run, a number
+     * that no other capture of the process has.  A graph runs, any number of times, when somebody launches it, which the
+     * device does not notice.  In a capture every operation on the stream is captured with the values that it has read
+     * during the call; what allocates, waits or reads back gives ZC_ESTATE, and the capture goes on; `order` gives it for
+     * streams of which the first alone is captured, and does nothing where the second alone is: a graph comes after what
+     * the stream has on which it is launched.
+     */
+    zc_status (*capturing)(zc_device *device, zc_stream *stream, uint64_t *graph);
+    /* From the stream's next work on, replays of captured step_scalars read these options; not in a capture. */
+    zc_status (*replay_options)(zc_device *device, zc_stream *stream, const optim_options *options, size_t groups);
+    /* Adds one to tally->steps unless result->skipped, and `counts`, which are read during the call, to tally->counts. */
+    zc_status (*tally)(zc_device *device, zc_stream *stream, device_tally *tally, const device_step *result,
+                       const uint64_t counts[DEVICE_COUNTS]);
     /* CLOCK_MONOTONIC of the host. NULL: the work of a call may not be done when it returns, so this would not tell its time. */
     uint64_t (*now_ns)(void);
 } device_ops;

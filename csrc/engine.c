@@ -260,6 +260,9 @@ static int wanted_state(const zc_engine *engine, const zc_options *groups)
 
 zc_status engine_ensure_state(zc_engine *engine, const zc_options *groups)
 {
+    if ((engine->captured || engine->graph) && wanted_state(engine, groups) & ~engine->state_flags)
+        return zc_fail(ZC_ESTATE, "rank %zu: options of the groups call for arrays (momentum, amsgrad) that the captured CUDA "
+                       "graph does not have; set them before the first step, or build a new optimizer", engine->rank);
     engine->state_flags |= wanted_state(engine, groups);
     for (size_t s = 0; engine->state_flags && s < engine->space_count; s++)
         ZC_TRY(reserve_state(engine, &engine->spaces[s]));
@@ -367,6 +370,8 @@ zc_status engine_create(zc_comm *comm, zc_device *device, zc_stream *stream, con
         status = engine_alloc(engine, sizeof *engine->result, &engine->memory.buffers, &engine->result);
     if (status == ZC_OK)
         status = engine_alloc(engine, sizeof *engine->flags, &engine->memory.buffers, &engine->flags);
+    if (status == ZC_OK && device->ops->capturing)
+        status = engine_alloc(engine, sizeof *engine->tally, &engine->memory.buffers, &engine->tally);
     if (status == ZC_OK)
         status = register_params(engine, params, count, groups, group_count);
     status = engine_end_call(engine, "construction", status);
@@ -393,6 +398,9 @@ zc_status zc_engine_add_params(zc_engine *engine, const zc_param *params, size_t
     if (engine->round_open && !engine->round_aborted)
         return zc_fail(ZC_ESTATE, "rank %zu: parameters cannot be added between a backward's first gradient and its "
                        "end; add them before backward or after step()", engine->rank);
+    if (engine->captured)
+        return zc_fail(ZC_ESTATE, "rank %zu: parameters cannot be added after a step was captured into a CUDA graph, which has "
+                       "the addresses of what would be replaced; add them before", engine->rank);
     zc_status status = round_meet(engine, MEET_ADD, 0, "add parameters", NULL);
     if (status == ZC_OK)
         status = engine_compare(engine, params, count, groups, group_count);
@@ -592,11 +600,14 @@ void zc_engine_memory(const zc_engine *engine, zc_memory *out)
     out->total = out->parameters + out->gradients + out->master + out->optimizer_state + out->buffers;
 }
 
-void zc_engine_traffic(zc_engine *engine, zc_traffic *out)
+zc_status zc_engine_traffic(zc_engine *engine, zc_traffic *out)
 {
+    ZC_TRY(capture_refuse(engine, "reading the traffic"));
     *out = engine->traffic;
+    ZC_TRY(capture_add_traffic(engine, out));
     out->bytes = out->reduce_scatter.bytes + out->all_gather.bytes + out->broadcast.bytes;
     memset(&engine->traffic, 0, sizeof engine->traffic);
+    return ZC_OK;
 }
 
 void zc_engine_plan(const zc_engine *engine, zc_plan *out)
@@ -666,6 +677,7 @@ void zc_engine_destroy(zc_engine *engine)
     release(engine, engine->stats_sum, engine->stats_words * sizeof(uint64_t), buffers);
     release(engine, engine->result, sizeof *engine->result, buffers);
     release(engine, engine->flags, sizeof *engine->flags, buffers);
+    release(engine, engine->tally, sizeof *engine->tally, buffers);
     release(engine, engine->slice_scratch, engine->slice_scratch_bytes, buffers);
     comm_region_free(engine->stats);
     comm_channel_close(engine->gathers); /* first: nothing that is still under way may write to slots */

@@ -204,6 +204,14 @@ struct zc_engine {
 
     zc_memory memory;
     zc_traffic traffic;
+    uint64_t graph;           /* the capture that open rounds and sums are of; 0: none */
+    int stepped;              /* a step was made that was not captured */
+    int captured;             /* and one that was: the host does not know of all steps */
+    uint64_t options_hash;    /* of the options that the device has */
+    device_tally *tally;      /* device memory: what replays have done; NULL without graphs */
+    uint64_t tally_taken[DEVICE_COUNTS]; /* of it, what was added to a traffic that somebody has taken */
+    zc_traffic before_capture; /* the traffic when the capture began: nothing of it has run */
+
     zc_step_result last;      /* what the last step did, once last_known */
     int last_known;
 
@@ -383,6 +391,24 @@ zc_status plan_units(zc_engine *engine);
 zc_status gather_start(zc_engine *engine, engine_space *space, size_t b, comm_region *region, size_t elem_bytes);
 /* The stream goes on when all of them are done: before parameters are read or written, and buckets used again. */
 zc_status gather_finish(zc_engine *engine);
+
+/* ---- engine_capture.c -------------------------------------------------- */
+
+/* ZC_ESTATE in a capture: `what` is not possible there. */
+zc_status capture_refuse(const zc_engine *engine, const char *what);
+/*
+ * Before gradients are taken, a round is ended or a step made: the engine enters the capture that its stream is in, or
+ * leaves the one that is over.  ZC_ESTATE if there are sums or gradients from elsewhere, and where it cannot be captured.
+ */
+zc_status capture_follow(zc_engine *engine, const char *what);
+/* Before all sums are forgotten: those of a capture that is over, too. */
+zc_status capture_forget(zc_engine *engine);
+/* Before a step, after capture_follow; changes nothing. */
+zc_status capture_check_step(const zc_engine *engine, const zc_options *groups);
+/* At the end of a step. */
+zc_status capture_end_step(zc_engine *engine);
+/* Adds what replays have sent since the last time. Waits for the device where a step was captured. */
+zc_status capture_add_traffic(zc_engine *engine, zc_traffic *to);
 
 /* ---- engine_stage3.c --------------------------------------------------- */
 

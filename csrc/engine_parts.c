@@ -94,6 +94,7 @@ zc_status zc_engine_write_part(zc_engine *engine, size_t index, zc_role role, si
     partition_range range = {0, 0};
     size_t bucket;
     ZC_TRY(check_part(engine, index, role, begin, end, &range));
+    ZC_TRY(capture_refuse(engine, "writing a parameter"));
     ZC_POINT("part: to be written");
     if (begin == end)
         return ZC_OK;

@@ -293,10 +293,17 @@ static zc_status meet_once(zc_engine *engine, meet_kind kind, uint64_t detail, c
 
 static zc_status end_round(zc_engine *engine, const zc_late_grad *late, size_t late_count);
 
+/* What is only of the host, and what ends backwards and makes steps. */
+static int can_be_captured(meet_kind kind)
+{
+    return kind == MEET_STEP || kind == MEET_SYNC;
+}
+
 zc_status round_meet(zc_engine *engine, meet_kind kind, uint64_t detail, const char *what, const char *with)
 {
     int again = 1;
     ZC_TRY(engine_check_loaded(engine));
+    ZC_TRY(can_be_captured(kind) ? capture_follow(engine, what) : capture_refuse(engine, what));
     ZC_TRY(gather_finish(engine));
     ZC_TRY(round_settle(engine));
     if (engine->round_open) /* callers that do not end a backward themselves */
@@ -328,6 +335,7 @@ static zc_status end_round(zc_engine *engine, const zc_late_grad *late, size_t l
 {
     int again;
     ZC_TRY(engine_check_loaded(engine));
+    ZC_TRY(capture_follow(engine, "the end of backward"));
     ZC_TRY(round_settle(engine));
     if (!engine->round_open) /* no gradient came here, but perhaps on other ranks */
         ZC_TRY(round_begin(engine));
@@ -355,6 +363,7 @@ void zc_engine_abort_round(zc_engine *engine)
 
 zc_status zc_engine_discard(zc_engine *engine, size_t index)
 {
+    ZC_TRY(index == SIZE_MAX ? capture_forget(engine) : capture_follow(engine, "discarding a gradient"));
     zc_status settled = engine_end_call(engine, "a backward that raised", round_settle(engine));
     if (settled != ZC_OK && !(settled == ZC_ESTATE && index == SIZE_MAX)) /* lost sums that nobody wants any more */
         return settled;

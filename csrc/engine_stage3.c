@@ -375,6 +375,7 @@ zc_status zc_engine_acquire(zc_engine *engine, size_t index, int backward)
 {
     ZC_TRY(check_unit(engine, index));
     ZC_TRY(engine_check_loaded(engine));
+    ZC_TRY(capture_follow(engine, "using a unit"));
     engine_unit *unit = &engine->units[index];
     if (unit->resident)
         end_order(engine);

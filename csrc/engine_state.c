@@ -278,6 +278,7 @@ zc_status engine_write_range(zc_engine *engine, size_t index, zc_role role, size
     void *array = role_array(space, role);
     if (role == ZC_ROLE_GRAD)
         return zc_fail(ZC_EINVAL, "gradients cannot be written; add them with a backward");
+    ZC_TRY(capture_refuse(engine, "writing the optimizer's state"));
     if (first == end)
         return ZC_OK;
     if (!array && role == ZC_ROLE_MASTER)
@@ -364,6 +365,7 @@ int zc_engine_has_momentum(const zc_engine *engine, size_t index)
 zc_status zc_engine_set_step_count(zc_engine *engine, size_t index, uint64_t steps, int has_momentum)
 {
     ZC_TRY(check_index(engine, index, ZC_ROLE_GRAD));
+    ZC_TRY(capture_refuse(engine, "setting a step count"));
     device_segment segment = read_segment(engine, index);
     segment.step = steps;
     segment.has_momentum = has_momentum != 0;

@@ -249,9 +249,12 @@ static void describe_step(const zc_options *groups, size_t group_count, const zc
 static zc_status step(zc_engine *engine, const zc_options *groups, size_t group_count, const zc_step_args *args)
 {
     char with[MEET_WITH_BYTES];
+    ZC_TRY(capture_follow(engine, "step()"));
+    ZC_TRY(capture_check_step(engine, groups));
     ZC_TRY(engine_ensure_state(engine, groups));
     describe_step(groups, group_count, args, with, sizeof with);
     uint64_t detail = engine_hash_options(ZC_HASH_START, groups, group_count);
+    engine->options_hash = detail;
     double numbers[4] = {args->loss_scale, args->max_norm, args->want_norm, args->skip_nonfinite};
     ZC_TRY(round_meet(engine, MEET_STEP, zc_hash(detail, numbers, sizeof numbers), "step", with));
 
@@ -289,7 +292,7 @@ static zc_status step(zc_engine *engine, const zc_options *groups, size_t group_
     ZC_POINT("step: updated");
     engine->last_rounds = engine->rounds;
     round_forget(engine);
-    return ZC_OK;
+    return capture_end_step(engine);
 }
 
 zc_status zc_engine_step(zc_engine *engine, const zc_options *groups, size_t group_count, const zc_step_args *args)
@@ -307,7 +310,7 @@ uint64_t zc_engine_last_rounds(const zc_engine *engine)
 zc_status zc_engine_last_step(zc_engine *engine, zc_step_result *result)
 {
     device_step decided;
-    if (!engine->last_known) {
+    if (!engine->last_known || engine->captured) {
         ZC_TRY(engine->device->ops->download(engine->device, engine->stream, &decided, engine->result, sizeof decided));
         engine->last = (zc_step_result){decided.norm, decided.skipped != 0, decided.nonfinite};
         engine->last_known = 1;

@@ -86,8 +86,8 @@ static zc_status differ(mem_group *group, size_t q, shm_line *own, shm_line *pee
                             "comes to \"%s\" (number %llu of each); every rank must make the same calls in the same "
                             "order", me, mine.what, other, its.what, (unsigned long long)number);
         return mem_fail(group, ZC_EMISMATCH, "ranks %zu and %zu both come to \"%s\" (number %llu of each) but with "
-                        "different arguments; all ranks must pass the same", me, other, mine.what,
-                        (unsigned long long)number);
+                        "different arguments, or of different optimizers; all ranks must pass the same, in one order",
+                        me, other, mine.what, (unsigned long long)number);
     }
     return mem_fail(group, ZC_EMISMATCH, "ranks %zu and %zu have done different things before their number %llu, so "
                     "long ago that it is not known what; every rank must make the same calls in the same order", me,

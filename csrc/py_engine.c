@@ -258,6 +258,28 @@ static PyObject *get_comm(py_engine *self, void *unused)
     return Py_NewRef(self->comm);
 }
 
+static PyObject *get_capturing(py_engine *self, void *unused)
+{
+    int capturing = 0;
+
+    (void)unused;
+    if (py_engine_lock_local(self))
+        return NULL;
+    PyObject *done = py_engine_finish(self, zc_engine_capturing(self->engine, &capturing));
+    Py_XDECREF(done);
+    return done ? PyBool_FromLong(capturing) : NULL;
+}
+
+static PyObject *get_captured(py_engine *self, void *unused)
+{
+    (void)unused;
+    if (py_engine_lock_local(self))
+        return NULL;
+    int captured = zc_engine_captured(self->engine);
+    py_engine_unlock(self);
+    return PyBool_FromLong(captured);
+}
+
 PyDoc_STRVAR(add_params_doc,
              "add_params(params, groups)\n--\n\nMore parameters, numbered on; groups is the new whole list. "
              "All ranks must call it.");
@@ -368,6 +390,10 @@ static PyMethodDef engine_methods[] = {
     {"store", (PyCFunction)py_engine_store, METH_VARARGS, store_doc},
     {"use_stream", (PyCFunction)py_engine_use_stream, METH_O,
      "use_stream(stream)\n--\n\nOn a GPU: the stream on which the engine works from now on, a cudaStream_t as an integer."},
+    {"replay_options", (PyCFunction)py_engine_replay_options, METH_O,
+     "replay_options(groups)\n--\n\nReplays of captured steps use these options from the stream's next work on."},
+    {"replayed_steps", (PyCFunction)py_engine_replayed_steps, METH_NOARGS,
+     "replayed_steps()\n--\n\nHow many steps replays have made that were not skipped; waits for them."},
     {"load_from_device", (PyCFunction)py_engine_load_from_device, METH_VARARGS,
      "load_from_device(i, array)\n--\n\nAs load_param, from a GpuArray."},
     {"copy_param", (PyCFunction)py_engine_copy_param, METH_VARARGS,
@@ -380,6 +406,8 @@ static PyGetSetDef engine_getset[] = {
     {"round_open", (getter)get_round_open, NULL, "Whether gradients came since the last end_round.", NULL},
     {"units_share", (getter)get_units_share, NULL,
      "Stage 3: whether units share memory; if not, the device cannot give memory several addresses.", NULL},
+    {"capturing", (getter)get_capturing, NULL, "Whether the engine's stream is captured into a CUDA graph now.", NULL},
+    {"captured", (getter)get_captured, NULL, "Whether a step ever was.", NULL},
     {"param_count", (getter)get_param_count, NULL, "Number of parameters.", NULL},
     {"comm", (getter)get_comm, NULL, "The Communicator.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

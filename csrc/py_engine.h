@@ -138,6 +138,8 @@ PyObject *py_engine_prepare(py_engine *self, PyObject *groups);
 PyObject *py_engine_spread(py_engine *self, PyObject *args);
 PyObject *py_checksum(PyObject *module, PyObject *source);
 PyObject *py_engine_use_stream(py_engine *self, PyObject *stream);
+PyObject *py_engine_replay_options(py_engine *self, PyObject *groups);
+PyObject *py_engine_replayed_steps(py_engine *self, PyObject *unused);
 PyObject *py_engine_load_from_device(py_engine *self, PyObject *args);
 PyObject *py_engine_copy_param(py_engine *self, PyObject *args);
 

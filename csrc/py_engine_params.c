@@ -195,6 +195,36 @@ PyObject *py_engine_use_stream(py_engine *self, PyObject *stream)
     return py_engine_finish(self, zc_engine_use_stream(self->engine, (void *)(uintptr_t)address));
 }
 
+PyObject *py_engine_replay_options(py_engine *self, PyObject *groups_object)
+{
+    size_t group_count;
+    zc_options *groups = py_engine_groups(groups_object, &group_count);
+
+    if (!groups || py_engine_lock_local(self)) {
+        PyMem_Free(groups);
+        return NULL;
+    }
+    zc_status status = zc_engine_replay_options(self->engine, groups, group_count);
+    PyMem_Free(groups);
+    return py_engine_finish(self, status);
+}
+
+PyObject *py_engine_replayed_steps(py_engine *self, PyObject *unused)
+{
+    uint64_t steps = 0;
+    zc_status status;
+
+    (void)unused;
+    if (py_engine_lock_local(self))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_engine_replayed_steps(self->engine, &steps);
+    Py_END_ALLOW_THREADS
+    PyObject *done = py_engine_finish(self, status);
+    Py_XDECREF(done);
+    return done ? PyLong_FromUnsignedLongLong(steps) : NULL;
+}
+
 int py_engine_order(py_engine *self, void *stream)
 {
     PyObject *done = py_engine_lock_local(self) ? NULL : py_engine_finish(self, zc_engine_order(self->engine, stream));

@@ -186,11 +186,26 @@ PyObject *py_engine_write(py_engine *self, PyObject *args)
     return result;
 }
 
+/* Counts are in memory of the device. 0: they can be read; otherwise the lock is given back, with an exception. */
+static int check_readable(py_engine *self)
+{
+    int capturing = 0;
+    zc_status status = zc_engine_capturing(self->engine, &capturing);
+
+    if (status == ZC_OK && capturing)
+        status = zc_fail(ZC_ESTATE, "a step count cannot be read while the stream is captured into a CUDA graph");
+    if (status == ZC_OK)
+        return 0;
+    py_engine_unlock(self);
+    py_raise(py_state_of((PyObject *)self), status);
+    return -1;
+}
+
 PyObject *py_engine_step_count(py_engine *self, PyObject *number)
 {
     size_t index;
 
-    if (py_engine_index(self, number, &index) || py_engine_lock_local(self))
+    if (py_engine_index(self, number, &index) || py_engine_lock_local(self) || check_readable(self))
         return NULL;
     uint64_t steps = zc_engine_step_count(self->engine, index);
     py_engine_unlock(self);
@@ -201,7 +216,7 @@ PyObject *py_engine_has_momentum(py_engine *self, PyObject *number)
 {
     size_t index;
 
-    if (py_engine_index(self, number, &index) || py_engine_lock_local(self))
+    if (py_engine_index(self, number, &index) || py_engine_lock_local(self) || check_readable(self))
         return NULL;
     int has = zc_engine_has_momentum(self->engine, index);
     py_engine_unlock(self);
@@ -249,12 +264,18 @@ static PyObject *traffic_row(const zc_traffic_row *row)
 PyObject *py_engine_traffic(py_engine *self, PyObject *unused)
 {
     zc_traffic traffic;
+    zc_status status;
 
     (void)unused;
     if (py_engine_lock_local(self))
         return NULL;
-    zc_engine_traffic(self->engine, &traffic);
-    py_engine_unlock(self);
+    Py_BEGIN_ALLOW_THREADS
+    status = zc_engine_traffic(self->engine, &traffic);
+    Py_END_ALLOW_THREADS
+    PyObject *done = py_engine_finish(self, status);
+    if (!done)
+        return NULL;
+    Py_DECREF(done);
     return Py_BuildValue("{sNsNsNsNsK}", "reduce_scatter", traffic_row(&traffic.reduce_scatter), "all_gather",
                          traffic_row(&traffic.all_gather), "broadcast", traffic_row(&traffic.broadcast), "small",
                          traffic_row(&traffic.small), "bytes", (unsigned long long)traffic.bytes);

@@ -370,7 +370,8 @@ typedef struct zc_traffic { /* since the last call; bytes: without `small` */
     zc_traffic_row reduce_scatter, all_gather, broadcast, small;
     uint64_t bytes;
 } zc_traffic;
-void zc_engine_traffic(zc_engine *engine, zc_traffic *out);
+/* Waits for the device if steps were captured, see zc_engine_capturing. */
+zc_status zc_engine_traffic(zc_engine *engine, zc_traffic *out);
 
 /*
  * -- when this rank worked: an opt-in record, on the CPU --
@@ -428,6 +429,23 @@ zc_status zc_engine_order(zc_engine *engine, void *stream);
 zc_status zc_engine_load_from_device(zc_engine *engine, size_t index, const void *values);
 /* Stages 0 to 2: the parameter's value to other memory of the engine's device, in the order of its stream. */
 zc_status zc_engine_copy_param(zc_engine *engine, size_t index, void *to);
+
+/*
+ * -- CUDA graphs, of one rank at stages 0 to 2 --
+ * While the engine's stream is captured, gradients that are given and a step add to the graph, which does all of it
+ * whenever it is launched: with the gradients' values then, and these options.  A graph holds whole iterations, and there
+ * must have been one, with as many backwards, before the capture.  loss_scale, max_norm and what else a step is told stay
+ * as they were captured.  Launches must be ordered with the engine's other work, by its stream or events, and come before
+ * its destruction.  The head of engine_capture.c says what is refused (ZC_ESTATE, ZC_EINVAL, and nothing is changed) and
+ * why.  What tells of steps, their counts and traffic includes replays, and waits for the device.
+ */
+/* Local. Whether the engine's stream is captured now; whether a step ever was. */
+zc_status zc_engine_capturing(const zc_engine *engine, int *capturing);
+int zc_engine_captured(const zc_engine *engine);
+/* Local, waits for nothing: replays, from the stream's next work on, use these options. Not in a capture. */
+zc_status zc_engine_replay_options(zc_engine *engine, const zc_options *groups, size_t group_count);
+/* Local: how many steps replays have made that were not skipped; 0 where none was captured. */
+zc_status zc_engine_replayed_steps(zc_engine *engine, uint64_t *steps);
 
 /* Collective, blocking: all ranks of the engine have come here. `what` names it in messages. Joins open rounds. */
 zc_status zc_engine_sync(zc_engine *engine, const char *what);

@@ -26,6 +26,7 @@ USED = {NAME: b"used_dltensor", NAME_VERSIONED: b"used_dltensor_versioned"}
 LEGACY_STREAM, STREAM_PER_THREAD, NO_STREAM = 1, 2, -1  # of the array API's `stream`
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
 NON_BLOCKING, DISABLE_TIMING = 1, 2
+CAPTURE_GLOBAL = 0
 VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 TEXT_BYTES = 1 << 16
 # These remember the place that emu_at said last.
@@ -47,6 +48,12 @@ ARGUMENTS = {
     "cudaEventCreateWithFlags": [ctypes.POINTER(Pointer), ctypes.c_uint],
     "cudaEventRecord": [Pointer, Pointer],
     "cudaEventDestroy": [Pointer],
+    "cudaStreamBeginCapture": [Pointer, Int],
+    "cudaStreamEndCapture": [Pointer, ctypes.POINTER(Pointer)],
+    "cudaGraphInstantiate": [ctypes.POINTER(Pointer), Pointer, ctypes.c_ulonglong],
+    "cudaGraphLaunch": [Pointer, Pointer],
+    "cudaGraphDestroy": [Pointer],
+    "cudaGraphExecDestroy": [Pointer],
     "emu_at": [ctypes.c_char_p, Int],
     "emu_nccl_processes": [Int],
     "emu_reset": [ctypes.c_uint64, Int, Int],
@@ -142,6 +149,30 @@ def new_stream(device=0):
 
 def close_stream(stream):
     call("cudaStreamDestroy", stream)
+
+
+class Graph:
+    """What is enqueued on a stream inside `with graph:` does not run; each launch() does all of it. For close() when done."""
+
+    def __init__(self, stream):
+        self.stream, self.exec = stream, Pointer()
+
+    def __enter__(self):
+        call("cudaStreamBeginCapture", self.stream, CAPTURE_GLOBAL)
+        return self
+
+    def __exit__(self, error, *_):
+        graph = Pointer()
+        call("cudaStreamEndCapture", self.stream, ctypes.byref(graph))  # fails where the capture is void
+        if error is None:
+            call("cudaGraphInstantiate", ctypes.byref(self.exec), graph, 0)
+        call("cudaGraphDestroy", graph)
+
+    def launch(self):
+        call("cudaGraphLaunch", self.exec, self.stream)
+
+    def close(self):
+        call("cudaGraphExecDestroy", self.exec)
 
 
 # ---- memory ------------------------------------------------------------------

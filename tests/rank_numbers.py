@@ -131,6 +131,106 @@ def sums_in_rank_order(asked):
     return told
 
 
+def without_virtual_memory(scenarios, schedules):
+    """digests(), on GPUs that can give memory one address only."""
+    import cuda_arrays
+
+    cuda_arrays.offer_virtual_memory(False)
+    try:
+        return digests(scenarios, schedules)
+    finally:
+        cuda_arrays.offer_virtual_memory(True)
+
+
+WARM_STEPS = 2  # before a capture
+
+
+def replayed(scenario, schedule, graph):
+    """A scenario of one round a step on a stream of its own, on one rank; with `graph` all steps but the first are replays.
+
+    What the caller's arrays hold, and what is told of the steps.
+    """
+    comm = zero_c.init()
+    place = Gpu(comm.rank, schedule)
+    stream, made = place.arrays.new_stream(comm.rank), None
+    opt, arrays = sharded(scenario, comm, place)
+    opt.use_stream(stream)
+    opt.max_grad_norm = scenario["steps"][0]["max_norm"]
+    gradients = [place.arrays.to_gpu(as_given(values, param["dtype"]), comm.rank, stream)
+                 for values, param in zip(initial_values(scenario), scenario["params"], strict=True)]
+
+    def iteration():
+        for index in reversed(range(len(gradients))):
+            opt.add_grad(index, gradients[index])
+        opt.step()
+
+    told = []
+    for number, this in enumerate(scenario["steps"]):
+        for group, changed in this.get("options", {}).items():
+            opt.param_groups[int(group)].update(changed)
+        if made is not None and "options" in this:
+            opt.before_replay()
+        for index, array in enumerate(gradients):
+            array.write(as_given(gradient(scenario, number, 0, comm.rank, index), scenario["params"][index]["dtype"]))
+        if graph and number == WARM_STEPS:
+            with place.arrays.Graph(stream) as made:
+                iteration()
+                told_in_capture(opt)
+        if made is not None:
+            made.launch()
+        else:
+            iteration()
+        if number % 2:
+            told.append((opt.last_step.norm, opt.last_step.skipped, opt.last_step.nonfinite, opt.last_step.steps))
+    counts = [opt.full_state(index)["step"] for index in range(len(arrays))]
+    found = [place.arrays.to_host(array, stream).tobytes().hex() for array in arrays]
+    traffic = opt.traffic()
+    if made is not None:
+        made.close()
+    del opt, arrays, gradients
+    comm.close()
+    assert not place.arrays.findings(), place.arrays.findings()
+    return found, told, counts, traffic
+
+
+def told_in_capture(opt):
+    """Nothing can be told while a stream is captured, and asking does no harm."""
+    for ask in (lambda: opt.last_step.norm, lambda: opt.last_step.steps, opt.traffic, lambda: opt.state(0), opt.before_replay):
+        try:
+            ask()
+        except zero_c.Error as error:
+            assert "captured" in str(error), error
+        else:
+            raise AssertionError("an answer in the middle of a capture")
+
+
+def refused_capture(scenario, schedule):
+    """What several ranks hear that begin to capture an iteration; they go on without."""
+    comm = zero_c.init()
+    place = Gpu(comm.rank, schedule)
+    stream = place.arrays.new_stream(comm.rank)
+    opt, arrays = sharded(scenario, comm, place)
+    opt.use_stream(stream)
+    gradients = [place.arrays.to_gpu(as_given(values, param["dtype"]), comm.rank, stream)
+                 for values, param in zip(initial_values(scenario), scenario["params"], strict=True)]
+    said = ""
+    for number in range(2):
+        if number == 1:
+            try:
+                with place.arrays.Graph(stream):
+                    opt.add_grad(0, gradients[0])
+            except ValueError as error:
+                said = str(error)
+        for index in reversed(range(len(gradients))):
+            opt.add_grad(index, gradients[index])
+        opt.step()
+    assert opt.last_step.steps == 2
+    del opt, arrays, gradients
+    comm.close()
+    assert not place.arrays.findings(), place.arrays.findings()
+    return said
+
+
 def sharded_parameters(scenario, schedule, share):
     """The parameters after a scenario of one round a step at stage 3 on a GPU, each parameter a unit of its own.
 

@@ -104,9 +104,9 @@ def test_program(programs, job):
 
 # A wait, by file, function and call (and which one of several), and a program that fails when it is left out.
 WAITS = {
-    "cuda_device.c enqueue_step cudaStreamWaitEvent": "test_device",
-    "cuda_device.c step_locked cudaStreamSynchronize": "test_device",
-    "cuda_device.c device_synchronize cudaStreamSynchronize": "test_device",
+    "cuda_options.c bring cudaStreamWaitEvent": "test_device",
+    "cuda_options.c mark_used cudaStreamSynchronize": "test_device",
+    "cuda_device.c synchronize cudaStreamSynchronize": "test_device",
     "cuda_device.c order_streams cudaStreamWaitEvent": "test_order",
     "cuda_memory.c discard_all cudaDeviceSynchronize": "test_device",
     "cuda_memory.c cuda_memory_zero cudaStreamSynchronize": "test_engine",

@@ -35,9 +35,9 @@ def groups():
         group.close()
 
 
-def check(group, runs, deadline=300):
+def check(group, runs, deadline=300, digests=rank_numbers.digests):
     expected = [reference_run(run, group.n) for run in runs]
-    of_ranks = group.run(rank_numbers.digests, runs, SCHEDULES, deadline=deadline)
+    of_ranks = group.run(digests, runs, SCHEDULES, deadline=deadline)
     for position, (run, result) in enumerate(zip(runs, expected, strict=True)):
         if all(of_rank[position] == digest(result) for of_rank in of_ranks):
             continue
@@ -52,6 +52,11 @@ def check(group, runs, deadline=300):
 def test_the_bits_are_those_of_the_cpu(groups, n, optimizer):
     check(groups(n), [scenario(seed=n, optimizer=optimizer, dtypes=DTYPES, steps=STEPS, stage=stage, bucket_mb=bucket_mb)
                       for stage in (0, 1, 2) for bucket_mb in (0.001, 1.0)])
+
+
+def test_stages_below_3_need_no_virtual_memory(groups):
+    check(groups(2), [scenario(seed=30 + stage, dtypes=DTYPES, steps=plain_steps(2), stage=stage) for stage in (0, 1, 2)],
+          digests=rank_numbers.without_virtual_memory)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -72,6 +77,24 @@ def test_sharded_parameters(groups, n, share):
         for found in groups(n).run(rank_numbers.sharded_parameters, run, schedule, share, deadline=60):
             for array, right in zip(found, expected, strict=True):
                 assert array.tobytes() == right.tobytes()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_replays_of_a_graph_are_steps(groups, optimizer):
+    steps = [{"rounds": [{}], "max_norm": 0.75} for _ in range(6)]
+    steps[4]["options"] = {0: {"lr": 0.003}}
+    for stage, schedule in zip((0, 1, 2), SCHEDULES[:3]):
+        run = scenario(seed=60 + stage, optimizer=optimizer, dtypes=DTYPES, steps=steps, stage=stage)
+        [eager] = groups(1).run(rank_numbers.replayed, run, schedule, False, deadline=60)
+        [replayed] = groups(1).run(rank_numbers.replayed, run, schedule, True, deadline=60)
+        assert replayed == eager
+        assert [told[3] for told in eager[1]] == [2, 4, 6] and all(told[0] > 0 for told in eager[1])
+
+
+def test_several_ranks_are_not_captured(groups):
+    run = scenario(seed=70, dtypes=DTYPES, steps=[{"rounds": [{}], "max_norm": 0.75} for _ in range(3)], stage=2)
+    for said in groups(2).run(rank_numbers.refused_capture, run, SCHEDULES[1], deadline=60):
+        assert "training on 2 ranks cannot be captured" in said
 
 
 def test_two_hosts_have_the_bits_of_one(groups):

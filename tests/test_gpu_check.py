@@ -206,6 +206,14 @@ def test_comparison_with_torch_finds_faults(tmp_path, fault, words):
     assert outcome.verdict == "FAIL" and words in outcome.found, outcome
 
 
+@pytest.mark.parametrize("fault, words", [
+    (None, "has the bits"), ("lost replay", "steps are counted|are not those of eager steps"),
+    ("old rate", "are not those of eager steps")])
+def test_comparison_of_graphs(tmp_path, fault, words):
+    outcome = run_target(tmp_path, compare_graphs_on_cpu, deadline_s=120, fault=fault)
+    assert outcome.verdict == ("FAIL" if fault else "ok") and re.search(words, outcome.found), outcome
+
+
 def test_two_ranks_compare_on_the_cpu():
     path = os.pathsep.join([str(BENCHMARKS), python_path()])
     done = subprocess.run([sys.executable, "-m", "zero_c.launch", "-n", "2", BENCHMARKS / "gpu_check_rank.py", "cpu"],
@@ -325,3 +333,29 @@ def compare_on_cpu(fault):
 
         models.train = trained
     return f"{models.compare_with_torch(models.Mlp, torch.float32, 'sgd', 'cpu'):.3f} of the tolerance"
+
+
+def compare_graphs_on_cpu(fault):
+    """With what stands in for a graph: a function that a replay calls."""
+    import gpu_check_train
+    import torch
+
+    rates = []
+
+    class Graph:
+        def __init__(self, work):
+            self.iteration, self.replays = work.__self__, 0
+
+        def replay(self):
+            self.replays += 1
+            if fault == "lost replay" and self.replays == 2:
+                return
+            groups = self.iteration.opt.param_groups
+            if fault == "old rate":
+                rates.append(groups[0]["lr"])
+                groups[0]["lr"] = rates[0]
+            self.iteration.whole()
+
+    for stage in (0, 1, 2):
+        gpu_check_train.compare_graph(stage, torch.float32, "cpu", Graph, lambda opt: None)
+    return "has the bits"

@@ -968,3 +968,37 @@ def test_memory_and_traffic():
     assert opt.memory()["parameters"] >= 4 * (64 * 64 + 64)
     backward_and_step(model, opt)
     assert set(opt.traffic()) == {"reduce_scatter", "all_gather", "broadcast", "small", "bytes"}
+
+
+class EngineOnGpu:
+    """What loading asks of an engine on GPU 0, and what it was told."""
+
+    gpu = 0
+
+    def __init__(self):
+        self.told = []
+
+    def use_stream(self, stream):
+        self.told.append(("stream", stream))
+
+    def load_from_device(self, index, array):
+        self.told.append((index, *array))
+
+
+def test_values_on_a_gpu_do_not_pass_the_host(monkeypatch):
+    """There is no GPU here: how they are handed over, without a copy where the memory is one piece."""
+    from zero_c.torch import _place
+
+    monkeypatch.setattr(_place, "stream_of", lambda gpu: 7)
+    monkeypatch.setattr(_place._core, "GpuArray", lambda values, stream, what: (values, stream))
+    monkeypatch.setattr(torch.Tensor, "cpu", None)
+    engine, tensor = EngineOnGpu(), torch.arange(6.0).view(2, 3).t()
+    _place.put(engine, 3, _place.flat(tensor, tensor.stride()))
+    assert engine.told[0] == ("stream", 7)
+    index, values, stream = engine.told[1]
+    assert (index, stream) == (3, 7) and values.tolist() == [0, 1, 2, 3, 4, 5] and values.data_ptr() == tensor.data_ptr()
+
+
+def test_graphs_are_of_gpus():
+    opt = alone(nn.Linear(3, 3))
+    assert "CPU" in error_of(opt.before_replay, ValueError)

@@ -39,9 +39,13 @@ class ShardedOptimizer:
     in_place        the caller's arrays get the new values; otherwise only param(i) does
     deterministic   on GPUs: gradients are summed in rank order; by default while all ranks are on one host
 
-    On a GPU everything is enqueued on the legacy default stream, without waiting for it unless a step may be skipped, or
-    last_step is asked what was found. An array that is given must not be used for something else by work on a non-blocking stream before
-    that stream has been ordered after the default one.
+    On a GPU everything is enqueued on one stream, the legacy default one unless use_stream() names another, without waiting
+    for it unless a step may be skipped, or last_step is asked what was found. An array that is given must not be used for
+    something else by work on a stream that is not ordered after that one.
+
+    On one rank of a GPU an iteration, all of it from the first add_grad() to step(), can be captured into a CUDA graph, on
+    the stream of use_stream(): every replay does it again with what the gradients hold then. An iteration like it must have
+    been made before. See before_replay(), and docs/graphs.md.
     """
 
     def __init__(self, arrays, optimizer="adamw", *, stage=2, max_grad_norm=None, loss_scale=None, skip_nonfinite=None,
@@ -63,6 +67,7 @@ class ShardedOptimizer:
         self.max_grad_norm = max_grad_norm
         self._skip_nonfinite = skip_nonfinite
         self._optimizer, self._stage = optimizer, stage
+        self._stream = _gpu.LEGACY_STREAM
         groups, members = _read_groups(arrays, optimizer, defaults)
         self.param_groups = groups
         self._names = [name for name, _, _ in members]
@@ -160,8 +165,27 @@ class ShardedOptimizer:
         self._engine.step(groups, loss_scale=scale, max_norm=max_norm or 0.0, skip_nonfinite=skip)
         self.last_step.follow(scale, skip, max_norm is not None, self._clip_norm)
         self._clip_norm = None
-        if not self.last_step.skipped:
+        if self._engine.capturing or not self.last_step.skipped:
             self._write_back()
+
+    # ---- GPUs ------------------------------------------------------------
+
+    def use_stream(self, stream):
+        """On a GPU: from now on the optimizer works on this stream, a cudaStream_t as an integer (0: the legacy default one).
+
+        It does so after what it has enqueued before. The stream must exist as long as the optimizer.
+        """
+        if self._gpu is None:
+            raise ValueError("the parameters are on the CPU, where there are no streams")
+        self._engine.use_stream(stream)
+        self._stream = stream
+
+    def before_replay(self):
+        """After a change of options (lr, say): replays of a captured step that are launched from now on use them. Local.
+
+        The launches must be ordered after the optimizer's stream.
+        """
+        self._engine.replay_options(self._core_groups())
 
     # ---- looking in ------------------------------------------------------
 
@@ -290,7 +314,7 @@ class ShardedOptimizer:
             return as_array(array, writable, name)
         if _gpu.device_of(array) is None:
             raise TypeError(f"{name} is not on GPU {self._gpu}, where the parameters are")
-        view = GpuArray(array, _gpu.LEGACY_STREAM, name)
+        view = GpuArray(array, self._stream, name)
         if writable and not view.writable:
             raise BufferError(f"{name} is read-only or not contiguous and would have to be written; pass a writable contiguous "
                               f"copy, or in_place=False")

@@ -8,6 +8,7 @@ SCRATCH_WINDOWS = 4  # ENGINE_SCRATCH_SLOTS
 SLOT_STEP_BYTES = {"cpu": 4096, "cuda": 2 << 20}  # in which slots take memory; cuda: of the GPUs up to now
 # device_segment + optim_segment_scalars of a parameter; device_span; device_stats without its counters; device_step + flags
 PARAMETER_BYTES, SPAN_BYTES, STATS_BYTES, STEP_BYTES = 16 + 120, 24, 560, 36
+TALLY_BYTES = {"cpu": 0, "cuda": 104}  # device_tally
 KINDS = ("parameters", "gradients", "master", "optimizer_state", "buffers")  # of opt.memory(), which adds the total
 
 
@@ -41,6 +42,7 @@ def memory(layout, settings):
         held["buffers"] += ranks * largest  # NCCL: where slices arrive to be added up in rank order
     held["buffers"] += slot_bytes(layout, settings.slots, SLOT_STEP_BYTES[settings.device])
     held["buffers"] += layout.parameters * PARAMETER_BYTES + 2 * 8 * stats_words(layout) + STEP_BYTES
+    held["buffers"] += TALLY_BYTES[settings.device]
     return held | {"total": sum(held.values())}
 
 

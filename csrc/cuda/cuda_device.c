@@ -1,8 +1,8 @@
 /*
  * The CUDA device: every operation of device.h is put on the stream that it is
  * given, with the device's GPU current.  Memory is in cuda_memory.c, slots in
- * cuda_slots.c, the way from and to host memory in cuda_staging.c, loops in
- * cuda_kernels.h.
+ * cuda_slots.c, the way from and to host memory in cuda_staging.c, groups'
+ * options in cuda_options.c, loops in cuda_kernels.h.
  *
  * `lock` guards what calls share: the list of streams, memory, the ring for
  * uploads, the options.  Downloads wait for the device; they have a ring and a
@@ -10,8 +10,10 @@
  */
 #include "cuda_device.h"
 
+#include "cuda_capture.h"
 #include "cuda_kernels.h"
 #include "cuda_memory.h"
+#include "cuda_options.h"
 #include "cuda_probe.h"
 #include "cuda_slots.h"
 #include "cuda_staging.h"
@@ -22,16 +24,6 @@
 
 #define DOWNLOAD_BLOCKS 2u
 #define UPDATE_BYTES ((size_t)256 << 20) /* some 60 us of a GPU's memory: a launch's start is lost in it */
-
-/* Options of all groups, in device memory; uploaded when they have changed. */
-typedef struct cuda_options {
-    optim_options *memory; /* device */
-    optim_options *last;   /* host: what was uploaded */
-    size_t groups;         /* of `last`; 0: not known */
-    size_t room;           /* groups that fit */
-    cudaEvent_t used;      /* after the last upload or kernel on them */
-    int in_use;            /* `used` was recorded */
-} cuda_options;
 
 typedef struct cuda_device {
     zc_device device;
@@ -225,13 +217,24 @@ static zc_status device_pack(zc_device *device, zc_stream *stream, void *to, con
             joined.step);
 }
 
+/* In a capture the values become a part of the graph: what is pinned would be read at each launch, and hold others by then. */
+static zc_status upload_locked(cuda_device *cuda, cudaStream_t stream, void *to, const void *from, size_t bytes)
+{
+    uint64_t graph;
+    ZC_TRY(cuda_capture_of(cuda->ordinal, stream, &graph));
+    if (!graph)
+        return cuda_staging_upload(&cuda->upload, stream, to, from, bytes);
+    CUDA_TRY(cuda->ordinal, cuda_store, stream, to, from, bytes);
+    return ZC_OK;
+}
+
 static zc_status device_upload(zc_device *device, zc_stream *stream, void *to, const void *from, size_t bytes)
 {
     cuda_device *cuda = of(device);
     CUcontext previous;
     ZC_TRY(begin(device, stream, &previous));
     pthread_mutex_lock(&cuda->lock);
-    zc_status status = cuda_staging_upload(&cuda->upload, cuda_stream(stream), to, from, bytes);
+    zc_status status = upload_locked(cuda, cuda_stream(stream), to, from, bytes);
     pthread_mutex_unlock(&cuda->lock);
     cuda_leave(previous);
     return status;
@@ -243,7 +246,9 @@ static zc_status device_download(zc_device *device, zc_stream *stream, void *to,
     CUcontext previous;
     ZC_TRY(begin(device, stream, &previous));
     pthread_mutex_lock(&cuda->download_lock);
-    zc_status status = cuda_staging_download(&cuda->download, cuda_stream(stream), to, from, bytes);
+    zc_status status = cuda_capture_refuse(cuda->ordinal, cuda_stream(stream), "memory cannot be read");
+    if (status == ZC_OK)
+        status = cuda_staging_download(&cuda->download, cuda_stream(stream), to, from, bytes);
     pthread_mutex_unlock(&cuda->download_lock);
     cuda_leave(previous);
     return status;
@@ -290,86 +295,79 @@ static zc_status device_update(zc_device *device, zc_stream *stream, const devic
 
 /* ---- the step --------------------------------------------------------------------- */
 
-/* Makes room for the options of `groups` groups; what was there is not kept. */
-static zc_status reserve_options(cuda_device *cuda, size_t groups)
-{
-    cuda_options *options = &cuda->options;
-    void *memory;
-    if (groups <= options->room)
-        return ZC_OK;
-    optim_options *last = zc_realloc(options->last, groups * sizeof *last);
-    if (!last)
-        return zc_fail(ZC_ENOMEM, "no memory for the options of %zu groups", groups);
-    options->last = last;
-    ZC_TRY(cuda_memory_alloc(&cuda->memory, groups * sizeof *options->memory, ADVICE, &memory));
-    cuda_memory_free(&cuda->memory, options->memory);
-    options->memory = memory;
-    options->room = groups;
-    options->groups = 0;
-    return ZC_OK;
-}
-
-/* `lock` is held; `used` is recorded by the caller, whatever comes of this. */
-static zc_status enqueue_step(cuda_device *cuda, cudaStream_t stream, const device_step_args *args)
-{
-    cuda_options *options = &cuda->options;
-    size_t bytes = args->groups * sizeof *args->options;
-    ZC_TRY(reserve_options(cuda, args->groups));
-    if (options->in_use)
-        CUDA_TRY(cuda->ordinal, cudaStreamWaitEvent, stream, options->used, 0);
-    if (options->groups != args->groups || memcmp(options->last, args->options, bytes) != 0) {
-        options->groups = 0;
-        ZC_TRY(cuda_staging_upload(&cuda->upload, stream, options->memory, args->options, bytes));
-        memcpy(options->last, args->options, bytes);
-        options->groups = args->groups;
-    }
-    CUDA_TRY(cuda->ordinal, cuda_step_scalars, stream, args, options->memory);
-    return ZC_OK;
-}
-
-static zc_status step_locked(cuda_device *cuda, cudaStream_t stream, const device_step_args *args)
-{
-    zc_status status = enqueue_step(cuda, stream, args);
-    cudaError_t error = cudaEventRecord(cuda->options.used, stream);
-    if (error == cudaSuccess)
-        cuda->options.in_use = 1;
-    else
-        cudaStreamSynchronize(stream); /* the next stream cannot be told to wait: there must be nothing to wait for */
-    if (status == ZC_OK && error != cudaSuccess)
-        return cuda_fail(error, cuda->ordinal, "cudaEventRecord");
-    return status;
-}
-
 static zc_status device_step_scalars(zc_device *device, zc_stream *stream, const device_step_args *args)
 {
     cuda_device *cuda = of(device);
     CUcontext previous;
     ZC_TRY(begin(device, stream, &previous));
     pthread_mutex_lock(&cuda->lock);
-    zc_status status = step_locked(cuda, cuda_stream(stream), args);
+    zc_status status = cuda_options_step(&cuda->options, cuda_stream(stream), args);
     pthread_mutex_unlock(&cuda->lock);
     cuda_leave(previous);
     return status;
 }
 
-/* ---- life ---------------------------------------------------------------------------- */
+/* ---- graphs ------------------------------------------------------------------------ */
 
-static zc_status device_synchronize(zc_device *device, zc_stream *stream)
+static zc_status device_capturing(zc_device *device, zc_stream *stream, uint64_t *graph)
+{
+    CUcontext previous;
+    *graph = 0;
+    ZC_TRY(begin(device, stream, &previous));
+    zc_status status = cuda_capture_of(of(device)->ordinal, cuda_stream(stream), graph);
+    cuda_leave(previous);
+    return status;
+}
+
+static zc_status device_replay_options(zc_device *device, zc_stream *stream, const optim_options *options, size_t groups)
 {
     cuda_device *cuda = of(device);
     CUcontext previous;
     ZC_TRY(begin(device, stream, &previous));
-    cudaError_t error = cudaStreamSynchronize(cuda_stream(stream));
-    if (error == cudaSuccess) {
-        pthread_mutex_lock(&cuda->lock);
-        cuda_memory_tidy(&cuda->memory);
-        pthread_mutex_unlock(&cuda->lock);
-    }
-    return end(device, previous, error, "cudaStreamSynchronize");
+    pthread_mutex_lock(&cuda->lock);
+    zc_status status = cuda_options_set(&cuda->options, cuda_stream(stream), options, groups);
+    pthread_mutex_unlock(&cuda->lock);
+    cuda_leave(previous);
+    return status;
+}
+
+static zc_status device_add_tally(zc_device *device, zc_stream *stream, device_tally *tally, const device_step *result,
+                                  const uint64_t counts[DEVICE_COUNTS])
+{
+    ENQUEUE(device, stream, cuda_tally, cuda_stream(stream), tally, result, counts);
+}
+
+/* ---- life ---------------------------------------------------------------------------- */
+
+static zc_status synchronize(cuda_device *cuda, cudaStream_t stream)
+{
+    ZC_TRY(cuda_capture_refuse(cuda->ordinal, stream, "nothing can be waited for"));
+    CUDA_TRY(cuda->ordinal, cudaStreamSynchronize, stream);
+    pthread_mutex_lock(&cuda->lock);
+    cuda_memory_tidy(&cuda->memory);
+    pthread_mutex_unlock(&cuda->lock);
+    return ZC_OK;
+}
+
+static zc_status device_synchronize(zc_device *device, zc_stream *stream)
+{
+    CUcontext previous;
+    ZC_TRY(begin(device, stream, &previous));
+    zc_status status = synchronize(of(device), cuda_stream(stream));
+    cuda_leave(previous);
+    return status;
 }
 
 static zc_status order_streams(cuda_device *cuda, cudaStream_t before, cudaStream_t after)
 {
+    uint64_t graph_before, graph_after;
+    ZC_TRY(cuda_capture_of(cuda->ordinal, before, &graph_before));
+    ZC_TRY(cuda_capture_of(cuda->ordinal, after, &graph_after));
+    if (graph_after && !graph_before)
+        return ZC_OK;
+    if (graph_after != graph_before)
+        return zc_fail(ZC_ESTATE, "a stream of GPU %d cannot wait for one that is captured into a CUDA graph that it is no "
+                       "part of; use what is captured on the capture's streams", cuda->ordinal);
     CUDA_TRY(cuda->ordinal, cudaEventRecord, cuda->ordered, before);
     CUDA_TRY(cuda->ordinal, cudaStreamWaitEvent, after, cuda->ordered, 0);
     return ZC_OK;
@@ -391,15 +389,12 @@ static zc_status device_order(zc_device *device, zc_stream *before, zc_stream *a
 /* Also of a device that could not be completed. */
 static void close_device(cuda_device *cuda)
 {
-    cuda_memory_free(&cuda->memory, cuda->options.memory);
+    cuda_options_close(&cuda->options);
     cuda_memory_close(&cuda->memory); /* nothing runs after this */
     cuda_staging_close(&cuda->upload);
     cuda_staging_close(&cuda->download);
-    if (cuda->options.used)
-        cudaEventDestroy(cuda->options.used);
     if (cuda->ordered)
         cudaEventDestroy(cuda->ordered);
-    zc_free(cuda->options.last);
     pthread_mutex_destroy(&cuda->lock);
     pthread_mutex_destroy(&cuda->download_lock);
     zc_free(cuda);
@@ -437,6 +432,9 @@ static const device_ops cuda_ops = {
     .download = device_download,
     .synchronize = device_synchronize,
     .order = device_order,
+    .capturing = device_capturing,
+    .replay_options = device_replay_options,
+    .tally = device_add_tally,
     .destroy = device_destroy,
 };
 
@@ -446,7 +444,7 @@ static zc_status open_device(cuda_device *cuda)
     ZC_TRY(cuda_slots_open(&cuda->slots, cuda->ordinal));
     ZC_TRY(cuda_staging_open(&cuda->upload, cuda->ordinal, CUDA_STAGING_BLOCKS));
     ZC_TRY(cuda_staging_open(&cuda->download, cuda->ordinal, DOWNLOAD_BLOCKS));
-    CUDA_TRY(cuda->ordinal, cudaEventCreateWithFlags, &cuda->options.used, cudaEventDisableTiming);
+    ZC_TRY(cuda_options_open(&cuda->options));
     CUDA_TRY(cuda->ordinal, cudaEventCreateWithFlags, &cuda->ordered, cudaEventDisableTiming);
     cuda->ops = cuda_ops;
     choose_slots(cuda);
@@ -464,6 +462,7 @@ zc_status cuda_device_create(int ordinal, zc_device **out)
     zc_status status = cuda ? ZC_OK : zc_fail(ZC_ENOMEM, "no memory for the device of GPU %d", ordinal);
     if (cuda) {
         cuda->ordinal = ordinal;
+        cuda->options = (cuda_options){.ordinal = ordinal, .from = &cuda->memory, .upload = &cuda->upload, .advice = ADVICE};
         pthread_mutex_init(&cuda->lock, NULL);
         pthread_mutex_init(&cuda->download_lock, NULL);
         status = open_device(cuda);

@@ -59,6 +59,11 @@ cudaError_t cuda_scale(cudaStream_t stream, void *to, const void *from, size_t c
 /* device.h's step_scalars, with the options in device memory instead of args->options. */
 cudaError_t cuda_step_scalars(cudaStream_t stream, const device_step_args *args, const optim_options *options);
 
+/* device.h's upload in a capture, and its tally. */
+cudaError_t cuda_store(cudaStream_t stream, void *to, const void *from, size_t bytes);
+cudaError_t cuda_tally(cudaStream_t stream, device_tally *tally, const device_step *result,
+                       const uint64_t counts[DEVICE_COUNTS]);
+
 /* device.h's update: one launch for all shards. */
 cudaError_t cuda_update(cudaStream_t stream, const device_update_args *args);
 

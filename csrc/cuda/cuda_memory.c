@@ -3,6 +3,8 @@
  */
 #include "cuda_memory.h"
 
+#include "cuda_capture.h"
+
 #include <pthread.h>
 #include <string.h>
 
@@ -46,6 +48,15 @@ void cuda_memory_forget_stream(cuda_memory *memory, cudaStream_t stream)
     pthread_mutex_unlock(&all_lock);
 }
 
+/* Whether any of them is captured into a graph, so that nothing can be asked or given back. */
+static int is_captured(const cuda_memory *memory)
+{
+    int captured = 0;
+    for (unsigned i = 0; i < memory->stream_count && !captured; i++)
+        captured = cuda_capture_seen(memory->streams[i]);
+    return captured;
+}
+
 /* ---- burial ---------------------------------------------------------------------- */
 
 static void discard(cuda_block *block)
@@ -77,7 +88,7 @@ static int is_idle(const cuda_memory *memory)
             continue;
         idle = !each->too_many_streams;
         for (unsigned i = 0; i < each->stream_count && idle; i++)
-            idle = cudaStreamQuery(each->streams[i]) == cudaSuccess;
+            idle = !cuda_capture_seen(each->streams[i]) && cudaStreamQuery(each->streams[i]) == cudaSuccess;
     }
     pthread_mutex_unlock(&all_lock);
     if (!idle)
@@ -134,7 +145,7 @@ void cuda_memory_free(cuda_memory *memory, void *address)
     cuda_block *block = address ? take_live(memory, address) : NULL;
     if (!block)
         return;
-    if (memory->too_many_streams || mark(memory, block->passed) != cudaSuccess) {
+    if (memory->too_many_streams || is_captured(memory) || mark(memory, block->passed) != cudaSuccess) {
         cudaGetLastError();
         block->unmarked = 1;
     }
@@ -188,6 +199,9 @@ static zc_status fill_block(cuda_memory *memory, cuda_block *block, size_t bytes
 zc_status cuda_memory_alloc(cuda_memory *memory, size_t bytes, const char *advice, void **out)
 {
     *out = NULL;
+    if (is_captured(memory))
+        return zc_fail(ZC_ESTATE, "%zu bytes of memory of GPU %d cannot be made while a stream is captured into a CUDA graph; "
+                       "do the same, uncaptured, once before", bytes, memory->ordinal);
     cuda_memory_tidy(memory);
     cuda_block *block = zc_calloc(1, sizeof *block);
     if (!block)

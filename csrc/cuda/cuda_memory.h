@@ -23,7 +23,7 @@ typedef struct cuda_block {
     struct cuda_block *next;
     void *memory;
     cudaEvent_t passed; /* buried: after this event nothing uses the memory */
-    int unmarked;       /* buried, but the event could not be recorded: only the whole device's idleness tells */
+    int unmarked;       /* buried, but no event was recorded (in a capture it cannot be): kept until all is given back */
 } cuda_block;
 
 typedef struct cuda_memory {

@@ -61,6 +61,7 @@ void emu_reset(uint64_t seed, int eager, int check)
     shared_forget_ids();
     for (const stream_ref &queue : the->queues)
         queue->queue.clear(); /* streams, operations and launches refer to one another */
+    drop_captures();
     for (const auto &open : the->comms)
         nccl_abort(*open.second);
     delete the;
@@ -156,6 +157,10 @@ int emu_leaks(char *text, size_t bytes)
         lines.push_back("event on device " + std::to_string(open.second->device));
     for (size_t k = 0; k < the->comms.size(); k++)
         lines.push_back("NCCL communicator");
+    for (size_t k = 0; k < the->captures.size(); k++)
+        lines.push_back("capture");
+    for (size_t k = 0; k < the->graphs.size() + the->execs.size(); k++)
+        lines.push_back("graph");
     return write_lines(lines, text, bytes);
 }
 

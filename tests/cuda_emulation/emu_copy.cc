@@ -36,16 +36,23 @@ bool fits(cudaMemcpyKind said, kind to, kind from)
            (to_device == (to == kind::device) && from_device == (from == kind::device));
 }
 
-bool declare_rows(stream &on, char *memory, size_t pitch, const copy &c, bool write, int site)
+bool use_rows(const stream_ref &on, operation *made, char *memory, size_t pitch, const copy &c, bool write)
 {
     if (kind_of(memory) == kind::pageable)
         return true;
     if (pitch == c.width)
-        return declare(on.clock, on.component, -1, memory, c.width * c.rows, write, site);
+        return use(on, made, {-1, memory, c.width * c.rows, write});
     for (size_t row = 0; row < c.rows; row++)
-        if (!declare(on.clock, on.component, -1, memory + row * pitch, c.width, write, site))
+        if (!use(on, made, {-1, memory + row * pitch, c.width, write}))
             return false;
     return true;
+}
+
+/* A graph reads and writes it whenever it is launched, which is seldom what was meant. */
+void report_pageable(const stream_ref &on, kind to, kind from, const std::string &what)
+{
+    if (on->recording && (to == kind::pageable || from == kind::pageable))
+        finding("copy of pageable memory in a capture: " + what);
 }
 
 cudaError_t copy_async(std::unique_lock<std::mutex> &lock, const char *function, copy c, cudaMemcpyKind said,
@@ -69,9 +76,12 @@ cudaError_t copy_async(std::unique_lock<std::mutex> &lock, const char *function,
     }
     if (c.rows == 1 && physically_overlap(c.to, c.width, c.from, c.width))
         finding("copy whose source and target overlap: " + what);
+    if (cudaError_t captured = refused_on(on))
+        return failed(captured);
+    report_pageable(on, to, from, what);
     operation made = begin(on, site_number(what));
-    if (!declare_rows(*on, (char *)c.from, c.from_pitch, c, false, made.site) ||
-        !declare_rows(*on, c.to, c.to_pitch, c, true, made.site))
+    if (!use_rows(on, &made, (char *)c.from, c.from_pitch, c, false) ||
+        !use_rows(on, &made, c.to, c.to_pitch, c, true))
         return failed(cudaErrorInvalidValue);
     if (from == kind::pageable && to == kind::device) {
         auto taken = std::make_shared<std::vector<char>>(c.width * c.rows);
@@ -82,6 +92,8 @@ cudaError_t copy_async(std::unique_lock<std::mutex> &lock, const char *function,
     }
     the->copied[to == kind::device][from == kind::device] += c.width * c.rows;
     submit(on, std::move(made));
+    if (on->recording)
+        return cudaSuccess;
     if (to == kind::pageable || (to == kind::pinned && from != kind::device)) {
         uint64_t position = on->enqueued;
         vclock clock = on->clock;
@@ -119,8 +131,10 @@ cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t 
         return failed(cudaErrorInvalidResourceHandle);
     if (bytes == 0)
         return cudaSuccess;
+    if (cudaError_t captured = refused_on(on))
+        return failed(captured);
     operation made = begin(on, site_number(what));
-    if (!declare(on->clock, on->component, on->device, memory, bytes, true, made.site))
+    if (!use(on, &made, {on->device, memory, bytes, true}))
         return failed(cudaErrorInvalidValue);
     made.run = [=] { memset(memory, value, bytes); };
     submit(on, std::move(made));

@@ -103,10 +103,22 @@ void drop_all_memory();
 
 struct stream;
 struct nccl_launch;
+struct capture;
+struct graph;
+struct graph_exec;
 typedef std::shared_ptr<stream> stream_ref;
+
+/* An access that an operation declares; device -1: of any. */
+struct touched {
+    int device;
+    const void *memory;
+    size_t bytes;
+    bool write;
+};
 
 struct operation {
     int site = 0;
+    std::vector<touched> accesses;                      /* in a capture: declared at each launch */
     std::vector<std::pair<stream_ref, uint64_t>> after; /* these streams have completed that many */
     std::function<void()> run;                          /* may be empty */
     std::shared_ptr<nccl_launch> nccl;                  /* runs together with its peers instead */
@@ -118,6 +130,8 @@ struct stream {
     std::deque<operation> queue;
     uint64_t enqueued = 0, completed = 0;
     vclock clock; /* after all that is enqueued */
+    std::shared_ptr<capture> recording; /* what is enqueued goes there instead */
+    std::set<size_t> last;              /* nodes of it that the next one comes after */
 };
 
 struct event {
@@ -125,6 +139,8 @@ struct event {
     stream_ref on; /* empty: never recorded */
     uint64_t position = 0;
     vclock clock;
+    std::shared_ptr<capture> recorded; /* it was recorded in a capture, after these nodes */
+    std::set<size_t> after;
 };
 
 struct host_thread {
@@ -132,6 +148,7 @@ struct host_thread {
     int context = -1; /* the device whose context is current; -1: none, and a call that needs one makes it */
     vclock clock;
     cudaError_t last_error = cudaSuccess;
+    cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 };
 
 struct communicator;
@@ -157,6 +174,9 @@ struct world {
     std::map<uintptr_t, size_t> reserved;
     std::map<uint64_t, std::shared_ptr<communicator>> comms;
     std::map<std::string, std::shared_ptr<clique>> cliques;
+    std::vector<std::shared_ptr<capture>> captures; /* going on */
+    std::map<uint64_t, std::shared_ptr<graph>> graphs;
+    std::map<uint64_t, std::shared_ptr<graph_exec>> execs;
     std::set<int> contexts; /* devices on which there is one */
     uint64_t copied[2][2] = {}; /* bytes, [to a device][from a device] */
     int physicals = 0;
@@ -211,8 +231,13 @@ cudaError_t failed(cudaError_t error); /* remembers it as cudaGetLastError does 
 /* NULL, with a finding, for no open stream. */
 stream_ref find_stream(cudaStream_t handle, const char *what);
 stream_ref new_stream(int device, bool blocking);
-/* An operation of this host thread, ordered after what the stream is ordered after; accesses carry stream->clock. */
+/*
+ * An operation of this host thread, ordered after what the stream is ordered after; accesses carry stream->clock.  On a
+ * stream that is captured it becomes a node.
+ */
 operation begin(const stream_ref &on, int site);
+/* It accesses this memory; false, with a finding: not accessible. */
+bool use(const stream_ref &on, operation *made, const touched &part);
 void submit(const stream_ref &on, operation made);
 void complete_head(stream &on);
 bool step(); /* runs one operation that can run; false: none */
@@ -225,6 +250,24 @@ bool ready(const operation &head);
 /* Declares an access on a device (-1: any) by an operation or the host; false, with a finding: not accessible. */
 bool declare(const vclock &clock, int component, int device, const void *memory, size_t bytes, bool write, int site);
 void check_range(const vclock &clock, int component, const range &bytes, bool write, int site);
+
+/* ---- captures: emu_graph.cc ---------------------------------------------------- */
+
+/* Why nothing can be enqueued on this stream: its capture is void, or another one would get what is not of it. */
+cudaError_t refused_on(const stream_ref &on);
+/* The same for waiting for it and asking it, which no capture survives. */
+cudaError_t refused_to_wait(const stream_ref &on);
+/* The same for what a capture forbids to threads, as memory that is allocated. */
+cudaError_t refused_anywhere();
+/* The same for an event that was recorded in a capture. */
+cudaError_t refused_event(const event &asked);
+/* Whether any stream of the device is captured; its capture is void after it. */
+cudaError_t refused_on_device(int device);
+void record_node(const stream_ref &on, operation made);
+void record_event(const stream_ref &on, event *recorded);
+/* The wait of a stream for an event if one of them is of a capture; otherwise *ours is false. */
+cudaError_t record_wait(const stream_ref &on, const event &waited, bool *ours);
+void drop_captures(); /* at a reset: they refer to streams, and these to them */
 
 /* ---- kernels: emu_watch.cc --------------------------------------------------- */
 

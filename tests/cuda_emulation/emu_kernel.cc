@@ -375,9 +375,11 @@ cudaError_t launch(const char *name, const char *file, int line, dim3 grid, dim3
         finding("launch configuration that no device takes: " + what);
         return failed(cudaErrorInvalidConfiguration);
     }
+    if (cudaError_t captured = refused_on(on))
+        return failed(captured);
     operation made = begin(on, site_number(what));
     for (const access &part : all)
-        if (!declare(on->clock, on->component, on->device, part.memory, part.bytes, part.write, made.site))
+        if (!use(on, &made, {on->device, part.memory, part.bytes, part.write}))
             return failed(cudaErrorIllegalAddress);
     auto copy = std::make_shared<std::vector<max_align_t>>(bytes / sizeof(max_align_t) + 1);
     memcpy(copy->data(), arguments, bytes);

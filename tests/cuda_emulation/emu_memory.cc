@@ -125,6 +125,8 @@ static cudaError_t allocate(void **out, size_t bytes, bool host)
 {
     int device = self().device;
     *out = nullptr;
+    if (cudaError_t captured = refused_anywhere())
+        return failed(captured);
     if (bytes == 0)
         return cudaSuccess;
     if (bytes > device_bytes || (!host && used_bytes(device) + bytes > device_bytes))
@@ -160,6 +162,8 @@ static cudaError_t allocate(void **out, size_t bytes, bool host)
 static cudaError_t give_back(std::unique_lock<std::mutex> &lock, void *memory, bool host, const char *function)
 {
     std::string what = take_place(function);
+    if (cudaError_t captured = refused_anywhere())
+        return failed(captured);
     if (!memory)
         return cudaSuccess;
     auto found = the->maps.find((uintptr_t)memory);

@@ -211,6 +211,8 @@ ncclResult_t issue(nccl_op op, ncclComm_t handle, cudaStream_t stream_handle)
     if (!op.on || nccl_type_bytes(op.type) == 0 || op.peer < 0 || op.peer >= comm->group->ranks ||
         (unsigned)op.op > ncclMin || (sends && !op.from) || (receives && !op.to))
         return fail(misuse(comm.get(), ncclInvalidArgument, "arguments that make no sense: " + what));
+    if (op.on->recording)
+        return fail(misuse(comm.get(), ncclInvalidUsage, "in a capture, which is not emulated: " + what));
     if (op.on->device != comm->device)
         return fail(misuse(comm.get(), ncclInvalidUsage, "stream of another device: " + what));
     if (!reachable(op, op.from, op.from_bytes) || !reachable(op, op.to, op.to_bytes))

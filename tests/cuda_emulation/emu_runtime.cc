@@ -49,7 +49,7 @@ cudaError_t synchronize(std::unique_lock<std::mutex> &lock, const stream_ref &on
 /* The default stream is behind all streams that are ordered with it once an operation of its own is. */
 void settle_legacy(cudaStream_t handle, const stream_ref &on, const char *what)
 {
-    if (!handle || handle == cudaStreamLegacy)
+    if ((!handle || handle == cudaStreamLegacy) && !on->recording)
         submit(on, begin(on, site_number(what)));
 }
 
@@ -74,6 +74,25 @@ const error_text errors[] = {
     {cudaErrorIllegalAddress, "cudaErrorIllegalAddress", "an illegal memory access was encountered"},
     {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
     {cudaErrorNotSupported, "cudaErrorNotSupported", "operation not supported"},
+    {cudaErrorIllegalState, "cudaErrorIllegalState", "the operation cannot be performed in the present state"},
+    {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported",
+     "operation not permitted when stream is capturing"},
+    {cudaErrorStreamCaptureInvalidated, "cudaErrorStreamCaptureInvalidated",
+     "operation failed due to a previous error during capture"},
+    {cudaErrorStreamCaptureMerge, "cudaErrorStreamCaptureMerge",
+     "operation would result in a merge of separate capture sequences"},
+    {cudaErrorStreamCaptureUnmatched, "cudaErrorStreamCaptureUnmatched",
+     "capture was not ended in the same stream as it began"},
+    {cudaErrorStreamCaptureUnjoined, "cudaErrorStreamCaptureUnjoined",
+     "capturing stream has unjoined work"},
+    {cudaErrorStreamCaptureIsolation, "cudaErrorStreamCaptureIsolation",
+     "dependency created on uncaptured work in another stream"},
+    {cudaErrorStreamCaptureImplicit, "cudaErrorStreamCaptureImplicit",
+     "operation would make the legacy stream depend on a capturing blocking stream"},
+    {cudaErrorCapturedEvent, "cudaErrorCapturedEvent",
+     "operation not permitted on an event last recorded in a capturing stream"},
+    {cudaErrorStreamCaptureWrongThread, "cudaErrorStreamCaptureWrongThread",
+     "attempt to terminate a thread-local capture sequence from another thread"},
     {cudaErrorUnknown, "cudaErrorUnknown", "unknown error"},
 };
 
@@ -181,6 +200,8 @@ cudaError_t cudaDeviceSynchronize(void)
     std::string what = take_wait("cudaDeviceSynchronize", &dropped);
     int device = self().device;
     vclock clock;
+    if (cudaError_t captured = refused_on_device(device))
+        return failed(captured);
     if (dropped)
         return cudaSuccess;
     for (const stream_ref &queue : the->queues)
@@ -223,6 +244,8 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle)
         finding("cudaStreamDestroy of a stream that is not open");
         return failed(cudaErrorInvalidResourceHandle);
     }
+    if (found->second->recording)
+        finding("cudaStreamDestroy of a stream that is captured");
     the->streams.erase(found); /* what is enqueued still runs */
     return cudaSuccess;
 }
@@ -235,6 +258,8 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle)
     std::string what = take_wait("cudaStreamSynchronize", &dropped);
     if (!on)
         return failed(cudaErrorInvalidResourceHandle);
+    if (cudaError_t captured = refused_to_wait(on))
+        return failed(captured);
     if (dropped)
         return cudaSuccess;
     settle_legacy(handle, on, "cudaStreamSynchronize");
@@ -247,28 +272,13 @@ cudaError_t cudaStreamQuery(cudaStream_t handle)
     stream_ref on = find_stream(handle, "cudaStreamQuery");
     if (!on)
         return failed(cudaErrorInvalidResourceHandle);
+    if (cudaError_t captured = refused_to_wait(on))
+        return failed(captured);
     if (the->random() & 1)
         step();
     if (on->completed < on->enqueued)
         return failed(cudaErrorNotReady);
     learn(self(), on->clock);
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamIsCapturing(cudaStream_t handle, enum cudaStreamCaptureStatus *status)
-{
-    EMU_ENTER("cudaStreamIsCapturing");
-    if (!find_stream(handle, "cudaStreamIsCapturing"))
-        return failed(cudaErrorInvalidResourceHandle);
-    *status = cudaStreamCaptureStatusNone;
-    return cudaSuccess;
-}
-
-cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode)
-{
-    static thread_local enum cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
-    EMU_ENTER("cudaThreadExchangeStreamCaptureMode");
-    std::swap(*mode, current);
     return cudaSuccess;
 }
 
@@ -281,7 +291,14 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handle, u
     std::shared_ptr<event> waited = find_event(event_handle, what);
     if (!on || !waited || flags)
         return failed(flags ? cudaErrorInvalidValue : cudaErrorInvalidResourceHandle);
-    if (dropped || !waited->on)
+    if (cudaError_t captured = refused_on(on))
+        return failed(captured);
+    if (dropped)
+        return cudaSuccess;
+    bool in_capture;
+    if (cudaError_t captured = record_wait(on, *waited, &in_capture))
+        return failed(captured);
+    if (in_capture || !waited->on)
         return cudaSuccess;
     operation made = begin(on, site_number(what));
     made.after.push_back({waited->on, waited->position});
@@ -327,7 +344,14 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle)
                 std::to_string(on->device) + ": " + what);
         return failed(cudaErrorInvalidResourceHandle);
     }
+    if (cudaError_t captured = refused_on(on))
+        return failed(captured);
+    if (on->recording) {
+        record_event(on, recorded.get());
+        return cudaSuccess;
+    }
     operation made = begin(on, site_number(what));
+    recorded->recorded = nullptr;
     recorded->on = on;
     recorded->position = on->enqueued + 1;
     recorded->clock = on->clock;
@@ -341,6 +365,8 @@ cudaError_t cudaEventQuery(cudaEvent_t handle)
     std::shared_ptr<event> asked = find_event(handle, "cudaEventQuery");
     if (!asked)
         return failed(cudaErrorInvalidResourceHandle);
+    if (cudaError_t captured = refused_event(*asked))
+        return failed(captured);
     if (the->random() & 1)
         step();
     if (asked->on && asked->on->completed < asked->position)
@@ -357,6 +383,8 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle)
     std::shared_ptr<event> found = find_event(handle, what);
     if (!found)
         return failed(cudaErrorInvalidResourceHandle);
+    if (cudaError_t captured = refused_event(*found))
+        return failed(captured);
     event waited = *found;
     if (dropped || !waited.on)
         return cudaSuccess;

@@ -189,6 +189,8 @@ operation begin(const stream_ref &on, int site)
     host_thread &host = self();
     operation made;
     made.site = site;
+    if (on->recording)
+        return made;
     join(on->clock, host.clock);
     tick(host.clock, host.component);
     auto legacy = the->legacy.find(on->device);
@@ -208,8 +210,21 @@ operation begin(const stream_ref &on, int site)
     return made;
 }
 
+bool use(const stream_ref &on, operation *made, const touched &part)
+{
+    std::vector<range> unused;
+    if (!on->recording)
+        return declare(on->clock, on->component, part.device, part.memory, part.bytes, part.write, made->site);
+    made->accesses.push_back(part);
+    return translate(part.memory, part.bytes, made->site, &unused);
+}
+
 void submit(const stream_ref &on, operation made)
 {
+    if (on->recording) {
+        record_node(on, std::move(made));
+        return;
+    }
     on->queue.push_back(std::move(made));
     on->enqueued++;
     the->progress++;

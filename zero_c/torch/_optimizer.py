@@ -1,6 +1,7 @@
 """ShardedOptimizer: the engine behind the face of a torch optimizer."""
 
 import contextlib
+import functools
 import os
 import warnings
 import weakref
@@ -143,7 +144,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._waits = _overlap.Waits(self._engine, whole, called)
             self._waits.watch(self._index)
             weakref.finalize(self, self._waits.close)
-        self.last_step = LastStep(self._engine, self._scale.value, self._comm.deterministic)
+        self.last_step = LastStep(self._engine, self._scale.value, self._comm.deterministic,
+                                  functools.partial(_place.follow_stream, self._engine))
         _foreign.watch(self)
         self._built = True
 
@@ -452,6 +454,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._unscaled_by is not None and self._amp_scale is None:
             raise zero_c.Error("gradients were unscaled by a GradScaler; call scaler.step(opt), not opt.step()")
+        _place.follow_stream(self._engine)
+        capturing = self._engine.capturing
+        if capturing and (self._amp_scale is not None or self._scale.dynamic):
+            raise zero_c.Error("a loss scale that adapts cannot be captured into a CUDA graph, because the host has to look at "
+                               "every step; use loss_scale= with a number, or bfloat16 without one")
         if self._joining is not None:
             self._joining.announce("step")
         self._settle()
@@ -476,6 +483,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         last.follow(scale, bool(skip), bool(self._max_grad_norm), self._clipped_norm)
         self._unscaled_by = self._clipped_norm = None
         self._follow_options()
+        if capturing:
+            return loss
         if last.skipped and not amp and not self._scale.dynamic:
             warnings.warn(f"rank {self._comm.rank}: a step was skipped, because the gradient is infinite or NaN on "
                           f"{last.nonfinite} ranks", RuntimeWarning, stacklevel=2)
@@ -484,6 +493,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                                f"{self._scale.FLOOR:g}: the gradients are infinite or NaN whatever the scale; the "
                                f"model diverged or its data are bad")
         return loss
+
+    def before_replay(self):
+        """After a change of options (by a schedule, say): replays of a captured step that are launched on torch's current
+        stream from now on use them. Local.
+
+        On one rank of a GPU, at stages 0 to 2, an iteration can be captured into a CUDA graph: forward, backward and step()
+        inside torch.cuda.graph(), after some like it outside. Scale and clipping stay as captured; see docs/graphs.md.
+        """
+        _place.follow_stream(self._engine)
+        self._engine.replay_options(self._core_groups())
 
     def wait(self):
         """With overlap_gather: all parameters are up to date, and may be read and written by anybody, until the next step.
@@ -516,6 +535,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _refresh_written(self):
         """Masters follow 16-bit parameters that somebody wrote in place."""
+        _place.follow_stream(self._engine)
         for index in self._hooks.written():
             self._engine.refresh(index)
 
@@ -676,6 +696,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def traffic(self):
         """What this rank sent since the last call: {kind: calls and elements} and "bytes". Local."""
+        _place.follow_stream(self._engine)
         return self._engine.traffic()
 
     def profile(self, capacity=_profile.CAPACITY):
@@ -696,6 +717,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Load the module's weights before it: masters follow weights that are loaded later.
         """
+        _place.follow_stream(self._engine)
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         state = _state.local_state(self)
@@ -783,6 +805,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         something is missing, damaged or does not fit.
         """
         self.wait_saved()
+        _place.follow_stream(self._engine)
         _checkpoint.load(self, path)
 
     def _describe_all(self):

@@ -26,12 +26,21 @@ def flat(tensor, strides):
     return values.as_strided((tensor.numel(),), (1,))
 
 
+def put(engine, index, values):
+    """Copies a parameter's elements into the engine, from where it is: on a GPU in the order of torch's current stream."""
+    if engine.gpu < 0:
+        engine.load_param(index, values)
+    else:
+        follow_stream(engine)
+        engine.load_from_device(index, _core.GpuArray(values, stream_of(engine.gpu), "value"))
+
+
 def load(engine, first, tensors):
     """Copies values into the engine and makes each tensor a view of its memory; the old memory goes as this does."""
     for index in reversed(range(len(tensors))):
         tensor = tensors[index]
         strides = dense_strides(tensor)
-        engine.load_param(first + index, flat(tensor, strides).cpu())
+        put(engine, first + index, flat(tensor, strides))
         if tensor.numel():
             tensor.data = torch.from_dlpack(engine.param_dlpack(first + index, tuple(tensor.shape), tuple(strides)))
     complete(engine)

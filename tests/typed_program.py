@@ -34,6 +34,8 @@ def arrays() -> float | None:
           opt.traffic()["bytes"])
     with opt.profile(capacity=100) as profile:
         opt.step()
+    opt.use_stream(0)
+    opt.before_replay()
     longest: int = max(span.end_ns - span.begin_ns for span in profile.spans)
     print(longest)
     return opt.last_step.norm
@@ -74,6 +76,7 @@ def modules(model: torch.nn.Module) -> None:
     scaler.unscale_(opt)
     scaler.step(opt)
     torch.optim.lr_scheduler.ExponentialLR(opt, 0.9).step()
+    opt.before_replay()
     print(opt.memory()["total"], opt.traffic()["bytes"], opt.last_step.norm, weights)
 
 

@@ -7,7 +7,7 @@ PYTEST := $(VENV)/bin/pytest -q
 # Python files are used where they lie; these ask for a new build.
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.[ch] csrc/cuda/*)
 
-.PHONY: help venv demo test long asan tsan model analyze cuda emulate bench lint clean
+.PHONY: help venv demo test long asan tsan fuzz model analyze cuda emulate bench lint clean
 
 help:
 	@echo "make venv    environment in $(VENV): pinned requirements, zero_c built in this folder"
@@ -16,6 +16,7 @@ help:
 	@echo "make long    the tests that take minutes each"
 	@echo "make asan    C tests, and the core of the Python suite, with address and undefined behaviour checks"
 	@echo "make tsan    C tests, on CPUs and on emulated GPUs, with the thread sanitizer"
+	@echo "make fuzz    every parser of foreign input reads made-up ones, SECONDS=300 each (tests/fuzz/README.md)"
 	@echo "make model   the shared-memory protocol, checked by spin (apt-get install spin; 4 GiB, minutes)"
 	@echo "make analyze gcc -fanalyzer and clang-tidy over the C sources; a tool that is missing is left out"
 	@echo "make cuda    the CUDA part compiled by nvcc for every architecture, without spills, with wide accesses;"
@@ -59,6 +60,10 @@ asan: venv
 tsan: venv
 	$(PYTEST) tests/test_c.py -k "thread"
 	$(PYTEST) -m "long or not long" tests/test_load.py tests/test_cuda.py -k-thread
+
+SECONDS ?= 300
+fuzz: venv
+	$(RUN) tests/fuzz/run.py --seconds $(SECONDS)
 
 model:
 	$(PYTHON) tests/model/check.py

@@ -49,7 +49,8 @@ static int adopt(const hub_call *call, uint32_t id, const char *places, size_t b
 {
     hub_group *made = call->request->made, *group = call->group;
     size_t ranks = bytes / sizeof(uint32_t), own = 0;
-    if (!made || bytes % sizeof(uint32_t) || ranks > group->public.ranks || id == HUB_OF_ONE)
+    if (!made || bytes % sizeof(uint32_t) || ranks > group->public.ranks || id == HUB_OF_ONE ||
+        find_group(group->world, id))
         return !made && !bytes;
     for (size_t q = 0, before = 0; q < ranks; q++) {
         uint32_t place;
@@ -71,6 +72,8 @@ static const char *take_answer(hub_world *world, const hub_header *header, const
 {
     static const char wrong[] = "an answer that does not fit the call";
     hub_call *call = find_call(world, header->call);
+    if (call && call->done)
+        return "two answers to one call";
     if (!call) { /* others may wait for this rank in a group that it will never hear of */
         if (header->operation == HUB_SPLIT && header->bytes)
             hub_say(world, &(hub_header){.kind = HUB_CLOSE, .group = (uint32_t)header->count}, NULL, NULL);
@@ -108,7 +111,9 @@ static const char *take_message(hub_world *world)
         wrong = take_answer(world, header, payload);
         break;
     case HUB_REFUSED:
-        if ((call = find_call(world, header->call)) != NULL) {
+        if ((call = find_call(world, header->call)) != NULL && call->done) {
+            wrong = "two answers to one call";
+        } else if (call) {
             call->status = (zc_status)header->status;
             snprintf(call->text, sizeof call->text, "%s", text);
             call->done = 1;

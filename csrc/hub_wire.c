@@ -101,19 +101,6 @@ static void payload_limits(const hub_header *header, int from_hub, uint32_t *lea
     }
 }
 
-static int is_failure(int32_t status)
-{
-    switch ((zc_status)status) {
-    case ZC_OK:
-        return 0;
-#define X(name, value, text, python) case name:
-    ZC_STATUS_MAP(X)
-#undef X
-        return 1;
-    }
-    return 0;
-}
-
 const char *hub_header_check(const hub_header *header, int from_hub)
 {
     uint32_t least, most;
@@ -127,8 +114,8 @@ const char *hub_header_check(const hub_header *header, int from_hub)
     if (header->bytes < least || header->bytes > most)
         return "a message of an impossible length";
     int must_fail = header->kind == HUB_POISON || header->kind == HUB_REFUSED || header->kind == HUB_FAILED;
-    if (must_fail ? !is_failure(header->status)
-                  : header->status != ZC_OK && !(header->kind == HUB_CALL && is_failure(header->status)))
+    if (must_fail ? !zc_status_is_failure(header->status)
+                  : header->status != ZC_OK && !(header->kind == HUB_CALL && zc_status_is_failure(header->status)))
         return "a message with an impossible status";
     if (header->kind == HUB_CALL && (header->operation < HUB_START || header->operation >= HUB_OPERATION_END))
         return "a call of an unknown operation";

@@ -118,16 +118,19 @@ static int check_device(int64_t type, const char *what)
 static int check_device_of(PyObject *source, const char *what)
 {
     PyObject *device = PyObject_CallMethod(source, "__dlpack_device__", NULL);
-    int result = -1;
+    int result = -1, is_pair;
+    long type = -1;
 
     if (!device)
         return -1;
-    if (!PyTuple_Check(device) || PyTuple_GET_SIZE(device) != 2) {
-        PyErr_Format(PyExc_BufferError, "%s: __dlpack_device__ gave %R, not (type, index)", what, device);
+    is_pair = PyTuple_Check(device) && PyTuple_GET_SIZE(device) == 2;
+    if (is_pair)
+        type = PyLong_AsLong(PyTuple_GET_ITEM(device, 0));
+    if (is_pair && !PyErr_Occurred()) {
+        result = check_device(type, what);
     } else {
-        long type = PyLong_AsLong(PyTuple_GET_ITEM(device, 0));
-        if (!(type == -1 && PyErr_Occurred()))
-            result = check_device(type, what);
+        PyErr_Clear(); /* of an index of another kind, or too large */
+        PyErr_Format(PyExc_BufferError, "%s: __dlpack_device__ gave %R, not (type, index)", what, device);
     }
     Py_DECREF(device);
     return result;
@@ -216,7 +219,7 @@ static PyObject *take_from_capsule(PyObject *capsule, const char *what)
 int py_dlpack_layout(const dl_tensor *tensor, const char *what, zc_dtype *dtype, int64_t *shape, int64_t *strides,
                      size_t *elems)
 {
-    int64_t count = 1;
+    int64_t count = 1, without_zeros = 1; /* NumPy counts both */
 
     *dtype = dtype_from_dlpack(tensor->dtype);
     if (*dtype == PY_DTYPE_ANY) {
@@ -235,7 +238,8 @@ int py_dlpack_layout(const dl_tensor *tensor, const char *what, zc_dtype *dtype,
         shape[dim] = tensor->shape[dim];
         strides[dim] = tensor->strides ? tensor->strides[dim] : count;
         if (shape[dim] < 0 || __builtin_mul_overflow(count, shape[dim], &count)
-            || __builtin_mul_overflow(count, elem_bytes, &bytes)
+            || __builtin_mul_overflow(without_zeros, shape[dim] ? shape[dim] : 1, &without_zeros)
+            || __builtin_mul_overflow(without_zeros, elem_bytes, &bytes)
             || __builtin_mul_overflow(strides[dim], elem_bytes, &stride_bytes)) {
             PyErr_Format(PyExc_BufferError, "%s: size %lld and stride %lld of dimension %d are not possible", what,
                          (long long)shape[dim], (long long)strides[dim], dim);

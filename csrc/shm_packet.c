@@ -84,7 +84,7 @@ int shm_packet_receive(int fd, shm_packet *m, int *fds, size_t room, size_t *cou
         }
     }
     if (got == (ssize_t)sizeof *m && !(header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) && !too_many &&
-        m->magic == MAGIC) {
+        m->magic == MAGIC && (m->status == ZC_OK || zc_status_is_failure(m->status))) {
         m->text[sizeof m->text - 1] = '\0';
         return 1;
     }

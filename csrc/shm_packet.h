@@ -2,8 +2,8 @@
  * The packets of the rendezvous: one fixed size, with descriptors.
  *
  * A socket of packets (SOCK_SEQPACKET) gives whole ones or none.  A stranger
- * may send anything: whatever is not a packet of this size and magic is
- * refused, and descriptors that came with it are closed.
+ * may send anything: whatever is not a packet of this size and magic, with a
+ * status that there is, is refused, and descriptors that came with it are closed.
  */
 #ifndef SHM_PACKET_H
 #define SHM_PACKET_H

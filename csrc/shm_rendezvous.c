@@ -47,6 +47,17 @@ static int same_user(int fd)
     return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == geteuid();
 }
 
+/*
+ * The memory must be sealed, or a peer could take pages away under our mapping; and what is no process would look like
+ * one that lives for ever, or has ended.
+ */
+static int proper_descriptors(const int *fds)
+{
+    int seals = fcntl(fds[0], F_GET_SEALS);
+    return seals >= 0 && (seals & F_SEAL_SHRINK) &&
+           (syscall(SYS_pidfd_send_signal, fds[1], 0, NULL, 0) == 0 || errno != EBADF);
+}
+
 /* ---- time -------------------------------------------------------------- */
 
 /* now + span, at most the end of time. */
@@ -209,13 +220,6 @@ static void judge(const host *h, const shm_packet *hello, size_t fd_count, char 
                  fd_count);
 }
 
-/* The memory must be sealed, or a peer could take pages away under our mapping. */
-static int proper_descriptors(const int *fds)
-{
-    int seals = fcntl(fds[0], F_GET_SEALS);
-    return seals >= 0 && (seals & F_SEAL_SHRINK);
-}
-
 static void drop_guest(host *h, size_t g)
 {
     close(h->guests[g].fd);
@@ -267,9 +271,10 @@ static void hear_guest(host *h, size_t g)
     h->guests[g] = h->guests[--h->guest_count];
 }
 
+/* As many as are heard at a time: who floods the door does not keep rank 0 at it. */
 static void accept_guests(host *h)
 {
-    for (;;) {
+    for (size_t turn = 0; turn < GUESTS_MAX; turn++) {
         int fd = zc_fault() ? (errno = EMFILE, -1)
                             : accept4(h->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
         if (fd < 0) {
@@ -501,10 +506,14 @@ static zc_status try_connect(const shm_rendezvous *r, int *fd)
 static zc_status take_table(const shm_rendezvous *r, const shm_packet *m, const int *fds, size_t count, size_t *known,
                             shm_peer *peers)
 {
-    if (m->rank != *known || m->ranks > r->ranks - *known || count != 2 * (size_t)m->ranks) {
+    int fits = m->rank == *known && m->ranks && m->ranks <= r->ranks - *known && count == 2 * (size_t)m->ranks;
+    for (size_t i = 0; i < count && fits; i += 2)
+        fits = proper_descriptors(fds + i);
+    if (!fits) {
         for (size_t i = 0; i < count; i++)
             close(fds[i]);
-        return zc_fail(ZC_ECOMM, "rank %zu: rank 0 of job '%s' sent a table out of turn", r->rank, r->job);
+        return zc_fail(ZC_ECOMM, "rank %zu: rank 0 of job '%s' sent a table out of turn, or with other descriptors than "
+                       "of memory and processes", r->rank, r->job);
     }
     for (size_t i = 0; i < m->ranks; i++) {
         size_t q = *known + i;
@@ -545,7 +554,7 @@ static zc_status be_guest(const shm_rendezvous *r, int fd, uint64_t deadline_ns,
             break;
         for (size_t i = 0; m.kind != SHM_PACKET_TABLE && i < count; i++)
             close(fds[i]);
-        if (m.kind == SHM_PACKET_WELCOME) {
+        if (m.kind == SHM_PACKET_WELCOME && !*welcomed && !known) {
             *welcomed = 1;
             deadline_ns = later(m.number * 1000000ull + HELLO_NS / 2); /* rank 0 knows better who is missing */
             ZC_POINT("start: welcomed");
@@ -623,7 +632,7 @@ zc_status shm_rendezvous_meet(const shm_rendezvous *r, shm_peer *peers)
     if (!r->job || !r->job[0] || strlen(r->job) > SHM_JOB_BYTES)
         return zc_fail(ZC_EINVAL, "rank %zu: a job's name has 1 to %u bytes", r->rank, SHM_JOB_BYTES);
     if (r->token && strlen(r->token) > SHM_TOKEN_BYTES)
-        return zc_fail(ZC_EINVAL, "rank %zu: a token has at most %u bytes", r->rank, SHM_TOKEN_BYTES);
+        return zc_fail(ZC_EINVAL, "rank %zu: a token (ZERO_C_TOKEN) has at most %u bytes", r->rank, SHM_TOKEN_BYTES);
     if (r->ranks == 1)
         return r->attach(r->attach_context, peers);
     zc_status status = r->rank == 0 ? be_host(r, peers) : find_host(r, peers);

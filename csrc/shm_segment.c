@@ -40,8 +40,10 @@ zc_status shm_segment_open(shm_segment *segment)
                              : memfd_create("zero_c", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (segment->fd < 0)
         return zc_fail_errno(ZC_ESYSTEM, errno, "cannot create shared memory (memfd_create)");
-    if (zc_fault() ? (errno = EPERM, 1) : fcntl(segment->fd, F_ADD_SEALS, F_SEAL_SHRINK) != 0) {
-        zc_status status = zc_fail_errno(ZC_ESYSTEM, errno, "cannot seal shared memory");
+    /* A new one is open to all, should somebody find it under /proc. */
+    if (zc_fault() ? (errno = EPERM, 1) : fchmod(segment->fd, 0600) != 0 ||
+                                          fcntl(segment->fd, F_ADD_SEALS, F_SEAL_SHRINK) != 0) {
+        zc_status status = zc_fail_errno(ZC_ESYSTEM, errno, "cannot close shared memory to others and seal it");
         shm_segment_close(segment);
         return status;
     }

@@ -8,7 +8,7 @@
  * go back to the system, and read as zeros when it is used again).  The file
  * has no name: it is gone with the last descriptor and mapping, however the
  * processes end.  It is sealed against shrinking, so no owner of a descriptor
- * can take pages away under a mapping.
+ * can take pages away under a mapping, and no other user may open it.
  */
 #ifndef SHM_SEGMENT_H
 #define SHM_SEGMENT_H

@@ -38,6 +38,12 @@ typedef enum zc_status {
 /* The short text of a code; "unknown status" for a number that is none. */
 const char *zc_status_text(zc_status status);
 
+/*
+ * Whether a number that another process sent is the code of a failure that it may tell of.  ZC_EINTERRUPT is none:
+ * an interrupt belongs to the rank that was interrupted.
+ */
+int zc_status_is_failure(int number);
+
 /* The name of the Python class in which a code is reported. */
 const char *zc_status_python(zc_status status);
 

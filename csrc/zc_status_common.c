@@ -5,6 +5,9 @@
 #include "zc_status.h"
 
 #include <stdlib.h>
+#include <string.h>
+
+#define UNKNOWN "unknown status"
 
 const char *zc_status_text(zc_status status)
 {
@@ -17,7 +20,18 @@ const char *zc_status_text(zc_status status)
     ZC_STATUS_MAP(X)
 #undef X
     }
-    return "unknown status";
+    return UNKNOWN;
+}
+
+int zc_status_is_failure(int number)
+{
+    switch ((zc_status)number) {
+    case ZC_OK:
+    case ZC_EINTERRUPT:
+        return 0;
+    default:
+        return strcmp(zc_status_text((zc_status)number), UNKNOWN) != 0;
+    }
 }
 
 const char *zc_status_python(zc_status status)

@@ -9,6 +9,7 @@
 
 import math
 import numbers
+import sys
 from collections.abc import Mapping
 
 import numpy
@@ -398,6 +399,6 @@ def _positive(name, value, optional=False, infinite=False):
         return None
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r}; it must be a number{' or None' if optional else ''}")
-    if not value > 0 or (value == math.inf and not infinite):
+    if not value > 0 or (value > sys.float_info.max and not (infinite and value == math.inf)):
         raise ValueError(f"{name} is {value}; it must be {'' if infinite else 'finite and '}above 0")
     return float(value)

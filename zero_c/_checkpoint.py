@@ -40,6 +40,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from reprlib import repr as shown  # short, whatever a file holds
 
 import numpy
 
@@ -156,6 +157,11 @@ def seal(manifest):
     return json.dumps({"sums": checksum(text.encode()), "manifest": manifest}, sort_keys=True).encode()
 
 
+def told(value):
+    """A value of a manifest, for a sentence."""
+    return value[:80] if isinstance(value, str) else shown(value)
+
+
 def unseal(data, path):
     """The manifest in a file's bytes."""
     try:
@@ -166,10 +172,10 @@ def unseal(data, path):
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged, or no manifest of zero_c ({type(error).__name__}: {error})") from None
     if kind != FORMAT:
-        raise CheckpointError(f"{path} is the manifest of a {kind!r}, not of a {FORMAT!r}")
+        raise CheckpointError(f"{path} is the manifest of a {shown(kind)}, not of a {FORMAT!r}")
     if version != VERSION_OF_FORMAT:
-        raise CheckpointError(f"{path} has format version {version!r}; this version of zero_c ({VERSION}) reads "
-                              f"{VERSION_OF_FORMAT}; load it with the version that wrote it ({manifest.get('zero_c')!r}) or a newer one")
+        raise CheckpointError(f"{path} has format version {shown(version)}; this version of zero_c ({VERSION}) reads "
+                              f"{VERSION_OF_FORMAT}; load it with the version that wrote it ({shown(manifest.get('zero_c'))}) or a newer one")
     if list(checksum(text.encode())) != sums:
         raise CheckpointError(f"{path} is damaged: its checksum is not that of what it says")
     return manifest
@@ -231,7 +237,7 @@ def like(value, old):
 def options_of(manifest, optimizer, groups, like, path):
     """The saved options of each group, in whose types the groups have them; CheckpointError if the groups are others."""
     if manifest["optimizer"] != optimizer:
-        raise CheckpointError(f"{path} is of the optimizer '{manifest['optimizer']}', and here is '{optimizer}'")
+        raise CheckpointError(f"{path} is of the optimizer {shown(manifest['optimizer'])}, and here is '{optimizer}'")
     if len(manifest["groups"]) != len(groups):
         raise CheckpointError(f"{path} has {len(manifest['groups'])} parameter groups, the optimizer has {len(groups)}")
     loaded = []

@@ -151,7 +151,10 @@ def read_answer(job, nonce, text, proof):
     """The numbers of all ranks' hosts. Refused has rank 0's sentence, and whether it is that ranks are missing."""
     said = _content(text)
     if "refused" in said:
-        raise Refused(printable(str(said["refused"])), said.get("late") is True)
+        why = said["refused"]
+        if not isinstance(why, str) or not why:
+            raise Wrong("a refusal lacks its reason")
+        raise Refused(printable(why), said.get("late") is True)
     if not hmac.compare_digest(proof, job.proof(b"answer", nonce, text)):
         raise Refused("what listens there does not know the token of this job; ZERO_C_TOKEN must be the same on all ranks, and "
                       "the address that of rank 0", False)

@@ -6,10 +6,10 @@ job find each other and are kept apart from those of others.
 """
 
 import hashlib
-import math
 import numbers
 import operator
 import os
+import sys
 
 from zero_c import _gpu, _hosts
 from zero_c._address import find_address
@@ -17,6 +17,7 @@ from zero_c._core import Communicator
 
 BACKENDS = ("auto", "shm", "tcp", "nccl")
 JOB_BYTES = 80  # longest name the core takes
+MOST = 2**31 - 1  # number of anything
 
 _default = None
 
@@ -96,7 +97,10 @@ def _onto_gpu(comm):
 
 
 def _token():
-    return os.environ.get("ZERO_C_TOKEN") or None
+    token = os.environ.get("ZERO_C_TOKEN") or None
+    if token is not None and not _is_utf8(os.fsencode(token)):
+        raise ValueError("ZERO_C_TOKEN is no text in UTF-8; choose a token of letters and digits, the same on all ranks")
+    return token
 
 
 def local_group(ranks, timeout=1800.0):
@@ -195,9 +199,18 @@ def _job_key(job, place, environ, port=None):
         raise ValueError("nothing tells this job from others on this host: pass job=, or set ZERO_C_JOB or MASTER_PORT to the "
                          "same value on all ranks, or start them with python -m zero_c.launch")
     key = f"{name or ''}:{port or ''}"
-    if len(key.encode()) > JOB_BYTES:
-        key = hashlib.sha256(key.encode()).hexdigest()
+    data = os.fsencode(key)  # variables may hold any bytes
+    if len(data) > JOB_BYTES or not _is_utf8(data):
+        key = hashlib.sha256(data).hexdigest()
     return key
+
+
+def _is_utf8(data):
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 # ---- checks --------------------------------------------------------------
@@ -215,12 +228,14 @@ def _integer(name, value, low, end=None):
         raise kind(f"{name} is {value!r}; it must be {wanted}") from None
     if number < low or (end is not None and number >= end):
         raise ValueError(f"{name} is {number}; it must be {wanted}")
+    if number > MOST:
+        raise ValueError(f"{name} is {number}; it must be {MOST} or less")
     return number
 
 
 def _seconds(name, value):
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r}; it must be a number of seconds")
-    if not 0 < value < math.inf:
+    if not 0 < value <= sys.float_info.max:
         raise ValueError(f"{name} is {value}; it must be finite and above 0")
     return float(value)

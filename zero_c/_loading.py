@@ -1,7 +1,7 @@
 """Loading: _checkpoint.py has the protocol."""
 
-import math
 import os
+import sys
 from pathlib import Path
 
 import numpy
@@ -19,6 +19,7 @@ from zero_c._checkpoint import (
     read_manifest,
     shaped,
     stored,
+    told,
     unseal,
 )
 from zero_c._core import CheckpointError, checksum
@@ -198,6 +199,10 @@ def are_sums(values, count):
             and all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 64 for value in values))
 
 
+def is_texts(values):
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
 def check_form(manifest, path):
     """CheckpointError unless all that is read of a manifest is there and can be used: right sums do not make it zero_c's."""
 
@@ -218,14 +223,16 @@ def check_form(manifest, path):
     parts = manifest["files"]["blocks"].get("parts")
     need(isinstance(parts, list) and all(are_sums(part, 3) for part in parts), "the blocks of the ranks are not told")
     for number, tensor in enumerate(manifest["tensors"]):
-        need(isinstance(tensor, dict) and isinstance(tensor.get("name"), str) and isinstance(tensor.get("roles"), list)
+        need(isinstance(tensor, dict) and isinstance(tensor.get("name"), str) and is_texts(tensor.get("roles"))
              and {"kind", "dtype", "shape", "group"} <= tensor.keys() and is_count(tensor.get("steps"))
              and isinstance(tensor.get("has_momentum"), bool), f"tensor {number} is not described")
+    names = [tensor["name"] for tensor in manifest["tensors"]]
+    need(len(set(names)) == len(names), "a tensor is described twice")
     for number, group in enumerate(manifest["groups"]):
         need(isinstance(group, dict) and isinstance(group.get("options"), dict) and is_count(group.get("parameters"))
              and not {"params", "param_names"} & group["options"].keys(), f"group {number} is not described")
     scale = manifest["loss_scale"]
-    need(type(scale.get("value")) in (int, float) and 0 < scale["value"] < math.inf and is_count(scale.get("good"))
+    need(type(scale.get("value")) in (int, float) and 0 < scale["value"] <= sys.float_info.max and is_count(scale.get("good"))
          and is_count(scale.get("floored")), "the loss scale is not told")  # True is an int, and no scale
     need(is_count(manifest.get("steps")), "the number of steps is not told")
 
@@ -272,7 +279,7 @@ def compare(saved, entries, path):
         tensor = by_name[entry.name]
         for key, here in (("kind", entry.kind), ("dtype", entry.dtype), ("shape", list(entry.shape)), ("group", entry.group)):
             if tensor[key] != here:
-                raise CheckpointError(f"{path}: '{entry.name}' has {key} {tensor[key]} in the checkpoint and {here} here; build the "
+                raise CheckpointError(f"{path}: '{entry.name}' has {key} {told(tensor[key])} in the checkpoint and {here} here; build the "
                                       f"model and the optimizer as they were saved")
         if tensor["roles"] != list(entry.roles):
             raise CheckpointError(f"{path}: '{entry.name}' has {', '.join(tensor['roles']) or 'no state'} in the checkpoint, and "

@@ -5,6 +5,7 @@ A group is a dict with torch's names; the core gets a dict with its own, numbers
 
 import math
 import numbers
+from reprlib import repr as shown  # short, whatever a file holds
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False}
 DEFAULTS = {
@@ -53,7 +54,7 @@ def to_core(optimizer, group):
         return core
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise TypeError(f"betas is {betas!r}; it must be a pair of numbers")
+        raise TypeError(f"betas is {shown(betas)}; it must be a pair of numbers")
     core["beta1"] = _number("betas[0]", betas[0], below=1.0)
     core["beta2"] = _number("betas[1]", betas[1], below=1.0)
     core["eps"] = _number("eps", group["eps"])
@@ -66,8 +67,11 @@ def _number(name, value, low=0.0, below=math.inf):
     if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} is {value!r}; it must be a number")
-    number = float(value)
+        raise TypeError(f"{name} is {shown(value)}; it must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf if value > 0 else -math.inf
     if not low <= number < below:
         wanted = f"in [{low:g}, {below:g})" if below != math.inf else "finite and 0 or more" if low == 0 else "finite"
         raise ValueError(f"{name} is {number:g}; it must be {wanted}")
@@ -76,5 +80,5 @@ def _number(name, value, low=0.0, below=math.inf):
 
 def _flag(name, value):
     if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it must be True or False")
+        raise TypeError(f"{name} is {shown(value)}; it must be True or False")
     return value

@@ -6,8 +6,8 @@ or it is Counted, a number of elements in units of which the largest is given, a
 with one parameter for each unit.
 """
 
-import math
 import numbers
+import sys
 from dataclasses import dataclass
 
 PARAM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}  # in the order of csrc/zc_dtype.h
@@ -17,11 +17,16 @@ STATES = {"adamw": 2, "adam": 2, "sgd": 0}                               # array
 DEVICES = ("cpu", "cuda")
 
 
+MOST = 10**30  # of anything that is counted: products of such numbers are floats still
+
+
 def whole(name, value, least):
     """An int of at least `least`; a float that is whole will do."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r}; it must be a whole number, {least} or more")
-    if not math.isfinite(value) or value != int(value) or value < least:
+    if value > MOST:
+        raise ValueError(f"{name} is above 1e30, which nothing is that can be planned; it must be a whole number, {least} or more")
+    if not least <= value or value != int(value):
         raise ValueError(f"{name} is {value}; it must be a whole number, {least} or more")
     return int(value)
 
@@ -35,7 +40,7 @@ def one_of(name, value, legal):
 def positive(name, value, zero=False):
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r}; it must be a number")
-    if not math.isfinite(value) or not (value > 0 or (zero and value == 0)):
+    if not value <= sys.float_info.max or not (value > 0 or (zero and value == 0)):
         raise ValueError(f"{name} is {value}; it must be finite and {'0 or more' if zero else 'above 0'}")
     return float(value)
 

@@ -28,6 +28,7 @@ from zero_c._plan_model import MASTER_BYTES, one_of, positive
 
 HOPS = {"ring": lambda ranks: ranks - 1, "tree": lambda ranks: math.ceil(math.log2(ranks)), "one": lambda ranks: 1}
 FLOPS_FORWARD, FLOPS_BACKWARD = 2, 4  # for each parameter and token, of layers that are matrix products
+LONGEST_S = 1e300  # of a step: a float holds it in milliseconds, too
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ class StepTime:
     forward: float
     backward: float
     step: float
+
+    def __post_init__(self):
+        if not self.total < LONGEST_S:
+            raise ValueError(f"the time of a step would be {LONGEST_S:g} s or more; the speeds are too small, or the seconds too many")
 
     @property
     def total(self):

@@ -173,7 +173,7 @@ def _number(text):
         number = int(text) if text.lstrip("+-").isdigit() else float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not math.isfinite(number) or number != int(number) or number < 0:
+    if not 0 <= number < math.inf or number != int(number):
         raise argparse.ArgumentTypeError(f"{text!r}; it must be a whole number, 0 or more, as in 64 or 7.5e9")
     return int(number)
 

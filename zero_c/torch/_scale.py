@@ -1,5 +1,7 @@
 """Loss scaling: the optimizer's own schedule, and a GradScaler for scripts written for torch's."""
 
+import sys
+
 import torch
 from torch.amp.grad_scaler import OptState
 
@@ -45,7 +47,7 @@ class LossScale:
 
 
 def is_positive(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 class GradScaler(torch.amp.GradScaler):

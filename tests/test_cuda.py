@@ -26,9 +26,9 @@ ENGINE = [ROOT / "tests" / "c" / name for name in ("test_engine.c", "test_stage3
 PROGRAMS = sorted(path for path in (ROOT / "tests" / "cuda").glob("test_*.c*") if path.stem != PLUGIN_PROGRAM) + ENGINE
 NAMED = {program.stem: program for program in PROGRAMS}
 # The thread sanitizer sees C only, and has something to see in what runs threads of its own.
-THREADED = {"test_device", "test_nccl", "test_engine", "test_stage3", "test_step"}
+THREADED = {"test_device", "test_nccl", "test_two_engines", "test_engine", "test_stage3", "test_step"}
 # Kernels are compared with what they declare; of no interest in any other way is the program that tests this.
-WATCHED = {"test_declared", "test_kernels", "test_device"}
+WATCHED = {"test_declared", "test_kernels", "test_device", "test_graph"}
 SHORT = {("address", "test_kernels"), ("address", "test_device"), *(("watched", name) for name in WATCHED)}
 
 pytestmark = cuda_build.needs_headers

@@ -32,6 +32,8 @@ def arrays() -> float | None:
         opt.load("folder")
     print(len(opt), norm, opt.grad(0).sum(), opt.param(0), opt.param_dlpack(0), opt.state(0), opt.full_state(0), opt.memory()["total"],
           opt.traffic()["bytes"])
+    opt.use_stream(0)
+    opt.before_replay()
     with opt.profile(capacity=100) as profile:
         opt.step()
     longest: int = max(span.end_ns - span.begin_ns for span in profile.spans)
@@ -74,6 +76,7 @@ def modules(model: torch.nn.Module) -> None:
     scaler.unscale_(opt)
     scaler.step(opt)
     torch.optim.lr_scheduler.ExponentialLR(opt, 0.9).step()
+    opt.before_replay()
     print(opt.memory()["total"], opt.traffic()["bytes"], opt.last_step.norm, weights)
 
 

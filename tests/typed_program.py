@@ -32,6 +32,8 @@ def arrays() -> float | None:
         opt.load("folder")
     print(len(opt), norm, opt.grad(0).sum(), opt.param(0), opt.param_dlpack(0), opt.state(0), opt.full_state(0), opt.memory()["total"],
           opt.traffic()["bytes"])
+    opt.use_stream(0)
+    opt.before_replay()
     with opt.profile(capacity=100) as profile:
         opt.step()
     opt.use_stream(0)

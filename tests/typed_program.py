@@ -36,8 +36,6 @@ def arrays() -> float | None:
     opt.before_replay()
     with opt.profile(capacity=100) as profile:
         opt.step()
-    opt.use_stream(0)
-    opt.before_replay()
     longest: int = max(span.end_ns - span.begin_ns for span in profile.spans)
     print(longest)
     return opt.last_step.norm

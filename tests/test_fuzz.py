@@ -40,10 +40,10 @@ SLOW = {"foreign": 3000, "listener": 4000, "manifest": 8000, "tensors": 8000, "r
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The sources once more, with what is built so far."""
+    """The sources once more, and no findings of earlier runs."""
     folder = tmp_path_factory.mktemp("copy")
     for name in ("csrc", "examples", "tests", "zero_c"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "findings"))
     shutil.copy2(ROOT / "setup.py", folder)
     return folder
 
@@ -60,8 +60,8 @@ def test_a_mistake_is_found(copy, target):
         if target == "dlpack":
             subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=copy, check=True,
                            env={**os.environ, "ZERO_C_CUDA": "0"})
-        done = subprocess.run([sys.executable, "tests/fuzz/run.py", target, "--plain", "--runs", str(SLOW.get(target, MOST_RUNS))], cwd=copy,
-                              env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True)
+        command = [sys.executable, "tests/fuzz/run.py", target, "--plain", "--runs", str(SLOW.get(target, MOST_RUNS))]
+        done = subprocess.run(command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True)
         assert done.returncode == 1 and "a finding after" in done.stdout, done.stdout + done.stderr
         print(done.stdout[-300:])
     finally:

@@ -10,7 +10,7 @@ FAULTS = {
     "environment": ("zero_c/_address.py", " or not 1 <= int(text) <= highest:", ":"),
     "manifest": ("zero_c/_loading.py", "and is_texts(tensor.get(\"roles\"))\n", "\n"),
     "tensors": ("zero_c/_blocks.py", "if any(not 8 + length <= first <= end <= size", "if any(not 8 + length <= first <= size"),
-    "foreign": ("zero_c/convert/_allowed.py", 'map_location="cpu", weights_only=True', 'map_location="cpu", weights_only=False'),
-    "plan": ("zero_c/plan.py", "    except (TypeError, ValueError, OverflowError) as error:", "    except (TypeError, ValueError) as error:"),
+    "foreign": ("zero_c/convert/_allowed.py", "weights_only=True, **how", "weights_only=False, **how"),
+    "plan": ("zero_c/plan.py", "except (TypeError, ValueError, OverflowError) as error:", "except (TypeError, ValueError) as error:"),
     "dlpack": ("csrc/py_dlpack.c", "|| __builtin_mul_overflow(without_zeros, elem_bytes, &bytes)", ""),
 }

@@ -104,7 +104,8 @@ def deepspeed(choices, folder):
 
     foreign_deepspeed.write(folder, stage=stage, ranks=ranks, groups=[(OPTIONS, ["w"]), (OPTIONS, ["b"])], values=values,
                             moments={"exp_avg": values, "exp_avg_sq": values}, module={**values, "buffer": torch.zeros(2)},
-                            buffers=["buffer"], shared={"tied": "w"}, steps=3, scaler={"cur_scale": 8.0} if which == 3 else None, change=change)
+                            buffers=["buffer"], shared={"tied": "w"}, steps=3, change=change,
+                            scaler={"cur_scale": 8.0} if which == 3 else None)
     if bytes_too:
         path = choices.pick(sorted(folder.rglob("*.pt")))
         path.write_bytes(spoiled(choices, path.read_bytes()))

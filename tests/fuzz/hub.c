@@ -189,7 +189,7 @@ static void say(peer *p, size_t rank, const uint8_t *operations, choices *c)
 static void turn(hub_server *server, peer *peers)
 {
     for (size_t r = 0; r < RANKS; r++) {
-        if (server->conn[r].fd < 0)
+        if (server->conn[r].socket.fd < 0)
             continue;
         if (server->conn[r].first)
             flush(server, r);
@@ -213,7 +213,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
     for (size_t r = 0; r < RANKS; r++) {
         int pair[2];
         MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0, "socketpair");
-        server->conn[r].fd = pair[0];
+        hub_fork_keep(&server->conn[r].socket, pair[0]);
         server->path[r] = (uint32_t)r;
         peers[r] = (peer){.fd = pair[1], .input = {.from_hub = 1}};
     }

@@ -37,7 +37,7 @@ static hub_world *world_of(int fd)
     hub_comm_config config = {.rank = 1, .ranks = RANKS, .hosts = hosts, .beat_ns = SECOND};
     hub_world *world;
     MUST(hub_world_new(&config, &world) == ZC_OK, "%s", zc_last_error());
-    world->fd = fd;
+    hub_fork_keep(&world->socket, fd);
     world->out_room = 1 << 16;
     world->out = malloc(world->out_room);
     world->input.from_hub = 1;

@@ -17,7 +17,7 @@ STATES = {"adamw": 2, "adam": 2, "sgd": 0}                               # array
 DEVICES = ("cpu", "cuda")
 
 
-MOST = 10**30  # of anything that is counted: products of such numbers are floats still
+MOST = int(1e30)  # of anything that is counted: products of such numbers are floats still
 
 
 def whole(name, value, least):

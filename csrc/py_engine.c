@@ -60,12 +60,19 @@ void py_engine_drop_released(py_engine *self)
     PyErr_Restore(type, value, trace);
 }
 
-/* Ends a call under the lock: None, or the exception. */
-PyObject *py_engine_finish(py_engine *self, zc_status status)
+int py_engine_end(py_engine *self, zc_status status)
 {
     py_engine_unlock(self);
-    if (status != ZC_OK)
-        return py_raise(py_state_of((PyObject *)self), status);
+    if (status == ZC_OK)
+        return 0;
+    py_raise(py_state_of((PyObject *)self), status);
+    return -1;
+}
+
+PyObject *py_engine_finish(py_engine *self, zc_status status)
+{
+    if (py_engine_end(self, status))
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -263,11 +270,9 @@ static PyObject *get_capturing(py_engine *self, void *unused)
     int capturing = 0;
 
     (void)unused;
-    if (py_engine_lock_local(self))
+    if (py_engine_lock_local(self) || py_engine_end(self, zc_engine_capturing(self->engine, &capturing)))
         return NULL;
-    PyObject *done = py_engine_finish(self, zc_engine_capturing(self->engine, &capturing));
-    Py_XDECREF(done);
-    return done ? PyBool_FromLong(capturing) : NULL;
+    return PyBool_FromLong(capturing);
 }
 
 static PyObject *get_captured(py_engine *self, void *unused)

@@ -48,7 +48,9 @@ int py_engine_check(py_state *state, PyObject *object);
 int py_engine_lock_local(py_engine *self);
 /* Work on a stream of the engine's GPU sees what the engine has enqueued: 0, or -1 with an exception. */
 int py_engine_order(py_engine *self, void *stream);
-/* Unlocks after a core call: None, or NULL with the exception of its status. */
+/* Unlocks after a core call: 0, or -1 with the exception of its status. */
+int py_engine_end(py_engine *self, zc_status status);
+/* The same for a call that returns nothing: None or NULL. */
 PyObject *py_engine_finish(py_engine *self, zc_status status);
 
 /* Makes room for the facts of `count` more parameters, before the engine has them; then notes them. */

@@ -220,17 +220,12 @@ PyObject *py_engine_replayed_steps(py_engine *self, PyObject *unused)
     Py_BEGIN_ALLOW_THREADS
     status = zc_engine_replayed_steps(self->engine, &steps);
     Py_END_ALLOW_THREADS
-    PyObject *done = py_engine_finish(self, status);
-    Py_XDECREF(done);
-    return done ? PyLong_FromUnsignedLongLong(steps) : NULL;
+    return py_engine_end(self, status) ? NULL : PyLong_FromUnsignedLongLong(steps);
 }
 
 int py_engine_order(py_engine *self, void *stream)
 {
-    PyObject *done = py_engine_lock_local(self) ? NULL : py_engine_finish(self, zc_engine_order(self->engine, stream));
-
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return py_engine_lock_local(self) ? -1 : py_engine_end(self, zc_engine_order(self->engine, stream));
 }
 
 /* ---- gradients ----------------------------------------------------------- */

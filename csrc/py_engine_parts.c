@@ -29,10 +29,8 @@ PyObject *py_engine_parts(py_engine *self, PyObject *number)
         Py_DECREF(list);
         return NULL;
     }
-    PyObject *done = py_engine_finish(self, status);
-    if (!done)
+    if (py_engine_end(self, status))
         Py_CLEAR(list);
-    Py_XDECREF(done);
     return list;
 }
 

@@ -25,11 +25,10 @@ PyObject *py_engine_step(py_engine *self, PyObject *args, PyObject *keywords)
     Py_END_ALLOW_THREADS
     PyMem_Free(groups);
     unsigned long long rounds = zc_engine_last_rounds(self->engine);
-    PyObject *done = py_engine_finish(self, status);
+    int failed = py_engine_end(self, status);
     py_engine_drop_released(self);
-    if (!done)
+    if (failed)
         return NULL;
-    Py_DECREF(done);
     return PyLong_FromUnsignedLongLong(rounds);
 }
 
@@ -44,10 +43,8 @@ PyObject *py_engine_last_step(py_engine *self, PyObject *unused)
     Py_BEGIN_ALLOW_THREADS
     status = zc_engine_last_step(self->engine, &result);
     Py_END_ALLOW_THREADS
-    PyObject *done = py_engine_finish(self, status);
-    if (!done)
+    if (py_engine_end(self, status))
         return NULL;
-    Py_DECREF(done);
     return Py_BuildValue("(dOK)", result.norm, result.skipped ? Py_True : Py_False,
                          (unsigned long long)result.nonfinite);
 }
@@ -64,11 +61,10 @@ PyObject *py_engine_clip(py_engine *self, PyObject *args, PyObject *keywords)
     Py_BEGIN_ALLOW_THREADS
     status = zc_engine_clip(self->engine, max_norm, norm_type, loss_scale, &norm);
     Py_END_ALLOW_THREADS
-    PyObject *done = py_engine_finish(self, status);
+    int failed = py_engine_end(self, status);
     py_engine_drop_released(self);
-    if (!done)
+    if (failed)
         return NULL;
-    Py_DECREF(done);
     return PyFloat_FromDouble(norm);
 }
 
@@ -97,10 +93,10 @@ PyObject *py_engine_state(py_engine *self, PyObject *args)
         || py_engine_lock_local(self))
         return NULL;
     zc_status status = zc_engine_state(self->engine, index, role, &memory, &elems, &dtype);
-    PyObject *done = py_engine_finish(self, status);
-    if (!done || !memory)
-        return done;
-    Py_DECREF(done);
+    if (py_engine_end(self, status))
+        return NULL;
+    if (!memory)
+        Py_RETURN_NONE;
     if (self->gpu >= 0)
         return py_export_new(py_state_of((PyObject *)self), memory, elems, dtype, NULL, NULL, (PyObject *)self, self->gpu);
     return py_array_over(memory, elems, dtype, (PyObject *)self);
@@ -109,12 +105,11 @@ PyObject *py_engine_state(py_engine *self, PyObject *args)
 /* Ends a call under the lock that filled a new array, and gives up the array if it failed. */
 static PyObject *finish_array(py_engine *self, zc_status status, PyObject *array)
 {
-    PyObject *done = py_engine_finish(self, status);
+    int failed = py_engine_end(self, status);
 
     py_engine_drop_released(self);
-    if (!done)
+    if (failed)
         Py_CLEAR(array);
-    Py_XDECREF(done);
     return array;
 }
 
@@ -194,11 +189,7 @@ static int check_readable(py_engine *self)
 
     if (status == ZC_OK && capturing)
         status = zc_fail(ZC_ESTATE, "a step count cannot be read while the stream is captured into a CUDA graph");
-    if (status == ZC_OK)
-        return 0;
-    py_engine_unlock(self);
-    py_raise(py_state_of((PyObject *)self), status);
-    return -1;
+    return status == ZC_OK ? 0 : py_engine_end(self, status);
 }
 
 PyObject *py_engine_step_count(py_engine *self, PyObject *number)
@@ -272,10 +263,8 @@ PyObject *py_engine_traffic(py_engine *self, PyObject *unused)
     Py_BEGIN_ALLOW_THREADS
     status = zc_engine_traffic(self->engine, &traffic);
     Py_END_ALLOW_THREADS
-    PyObject *done = py_engine_finish(self, status);
-    if (!done)
+    if (py_engine_end(self, status))
         return NULL;
-    Py_DECREF(done);
     return Py_BuildValue("{sNsNsNsNsK}", "reduce_scatter", traffic_row(&traffic.reduce_scatter), "all_gather",
                          traffic_row(&traffic.all_gather), "broadcast", traffic_row(&traffic.broadcast), "small",
                          traffic_row(&traffic.small), "bytes", (unsigned long long)traffic.bytes);

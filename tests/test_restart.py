@@ -233,23 +233,21 @@ class Training:
         wait_until(have_started)
         losses = self.text().count("loss")  # of the attempts before, or few more
         if moment == "start":
-            time.sleep(self.dice.uniform(0, 0.5))
-            return self.kill_stopped(where[victim])
+            return self.kill(where[victim], 1, 0.5)
         steps = self.dice.randint(1, STEPS_BETWEEN_KILLS)
         wait_until(lambda: self.text().count("loss") >= losses + steps)
-        for _ in range(LOOKS if moment == "save" else 1):
-            time.sleep(self.dice.uniform(0, 0.003))
-            os.kill(where[victim], signal.SIGSTOP)  # where it is now, it stays; a save lasts less than a look at the folder
-            if moment != "save" or is_saving(self.folder):
-                break
-            os.kill(where[victim], signal.SIGCONT)
-        return self.kill_stopped(where[victim])
+        return self.kill(where[victim], LOOKS if moment == "save" else 1, 0.003)
 
-    def kill_stopped(self, pid):
-        os.kill(pid, signal.SIGSTOP)
-        saving = is_saving(self.folder)
-        os.kill(pid, signal.SIGKILL)
-        return saving
+    def kill(self, pid, looks, most_s):
+        """After a while of at most most_s each time: in a save, or at the last of the looks; whether it was in a save."""
+        while True:
+            time.sleep(self.dice.uniform(0, most_s))
+            os.kill(pid, signal.SIGSTOP)  # where it is now, it stays; a save lasts less than a look at the folder
+            saving, looks = is_saving(self.folder), looks - 1
+            if saving or not looks:
+                os.kill(pid, signal.SIGKILL)
+                return saving
+            os.kill(pid, signal.SIGCONT)
 
     def end(self):
         """Status and losses by step, all that were printed; nothing may be left."""

@@ -11,9 +11,11 @@ import copy
 import ctypes
 import gc
 import json
+import mmap
 import os
 import random
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -34,6 +36,7 @@ from zero_c.torch import ShardedOptimizer
 LIFE_CYCLES = 8  # then a new training begins, by another rule
 RULES = ("adamw", "adam", "momentum", "amsgrad", "nesterov")
 LIBC = ctypes.CDLL(None)
+LIBC.malloc.restype, LIBC.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 
 
 class Mallinfo(ctypes.Structure):
@@ -107,10 +110,15 @@ class Plan:
 HELD = ("heap_bytes", "objects", "resident_bytes", "mappings", "descriptors", "threads", "files", "shared")
 
 
-def soak(seed, seconds, steps, cycles, most_steps, folder):
+def soak(seed, seconds, steps, cycles, most_steps, folder, lose=()):
     """Cycles of at most `most_steps` steps, until there were so many seconds, steps and cycles. What was done how often, and
-    held: a row of HELD for each cycle.
+    held: a row of HELD for each cycle. `lose`: of HELD, what this loses on purpose in each cycle.
     """
+    with contextlib.closing(Losses(lose)) as losses:
+        return cycles_until(seed, seconds, steps, cycles, most_steps, folder, losses)
+
+
+def cycles_until(seed, seconds, steps, cycles, most_steps, folder, losses):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", RuntimeWarning)  # a skipped step
     gc.collect()
@@ -129,6 +137,7 @@ def soak(seed, seconds, steps, cycles, most_steps, folder):
         if plan.meet_again:
             world.close()
         del world
+        losses.grow(cycle)
         held[cycle] = held_now(folder)
         cycle += 1
 
@@ -144,6 +153,49 @@ def held_now(folder):
         mappings = sum(1 for _ in maps)
     return (heap.uordblks + heap.hblkhd, sys.getallocatedblocks(), resident_pages * os.sysconf("SC_PAGE_SIZE"), mappings,
             len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(os.listdir(folder)), len(os.listdir("/dev/shm")))
+
+
+class Losses:
+    """What a fault would lose in each cycle, a little of each kind that is asked for; closing gives it back."""
+
+    def __init__(self, kinds):
+        self._growing, self._stack, self._over = [getattr(self, f"_lose_{kind}") for kind in kinds], contextlib.ExitStack(), threading.Event()
+
+    def grow(self, cycle):
+        for lose in self._growing:
+            lose(cycle)
+
+    def close(self):
+        self._over.set()
+        self._stack.close()
+
+    def _lose_heap_bytes(self, cycle):
+        self._stack.callback(LIBC.free, ctypes.c_void_p(LIBC.malloc(1 << 20)))  # never touched: not resident
+
+    def _lose_objects(self, cycle):
+        self._stack.callback([[] for _ in range(1000)].clear)
+
+    def _lose_resident_bytes(self, cycle):
+        memory = mmap.mmap(-1, 3 << 20)
+        memory.write(b"\1" * len(memory))
+        self._stack.callback(memory.close)
+
+    def _lose_mappings(self, cycle):
+        for count in range(20):  # neighbours of one kind would be counted as one
+            self._stack.callback(mmap.mmap(-1, 1 << 12, prot=(mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE)[count % 2]).close)
+
+    def _lose_descriptors(self, cycle):
+        self._stack.callback(os.close, os.dup(0))
+
+    def _lose_threads(self, cycle):
+        thread = threading.Thread(target=self._over.wait)
+        thread.start()
+        self._stack.callback(thread.join)
+
+    def _lose_shared(self, cycle):
+        path = Path(f"/dev/shm/lost-{os.getpid()}-{cycle}")
+        path.touch()
+        self._stack.callback(path.unlink)
 
 
 class Reference:

@@ -61,6 +61,17 @@ def test_the_last_failure_counts(tmp_path):
     assert {line.split()[1] for line in done.stdout.splitlines()} == {"-"}
 
 
+def test_a_line_is_written_in_one_piece(monkeypatch, tmp_path):
+    """No words of a rank come between, also where Python is unbuffered."""
+    packets, end = os.pipe2(os.O_DIRECT)  # a read gives what one write wrote
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    with open(end, "wb") as writer:
+        launch(tmp_path, ATTEMPTS, "--max-restarts", "1", args=["1"], capture_output=False, stderr=writer)
+    with open(packets, "rb", buffering=0) as reader:
+        assert re.fullmatch(rb"zero_c.launch: .*then restart 1 of 1\n", reader.read(4096))
+        assert reader.read(4096) == b""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_is_no_failure(tmp_path, number):
     process = launch(tmp_path, READY + "time.sleep(50)\n", "--max-restarts", "5", start=subprocess.Popen, stderr=subprocess.PIPE,

@@ -152,6 +152,14 @@ def end(processes, grace_s):
             process.wait()
 
 
+def say(words):
+    """A line to the standard error, in one piece: ranks write there too. print() writes the line's end by itself where Python
+    is unbuffered, and a rank's words may come between.
+    """
+    sys.stderr.write(f"zero_c.launch: {words}\n")
+    sys.stderr.flush()
+
+
 def status_of(process):
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
@@ -167,8 +175,8 @@ def watch(processes, first_rank, grace_s, then):
         if failed:
             # One that a signal ended comes first: others may have lost it, and raised.
             first = min(failed, key=lambda process: process.returncode > 0)
-            print(f"zero_c.launch: rank {first_rank + processes.index(first)} ended with status {status_of(first)}; "
-                  f"ending the others{then if kill_at is None else ''}", file=sys.stderr, flush=True)
+            say(f"rank {first_rank + processes.index(first)} ended with status {status_of(first)}; "
+                f"ending the others{then if kill_at is None else ''}")
             end(processes, grace_s)
             return status_of(first), kill_at is not None
         if all(process.returncode == 0 for process in processes):
@@ -232,7 +240,7 @@ def run(options, mask):
         if status == 0 or asked or not again:
             break
         if number := ending_signal():
-            print(f"zero_c.launch: {number.name} came; no restart", file=sys.stderr)
+            say(f"{number.name} came; no restart")
             break
         end_orphans(own)
     return status

@@ -63,9 +63,9 @@ TABLES = {
     "peak memory of a rank, GB": memory_table,
     "largest model in 80 GB, 10^9 parameters": largest_table,
     "ring, buckets as the engine chooses them": lambda: time_table("ring", None),
-    "ring, buckets of 256 MB": lambda: time_table("ring", 256),
-    "tree, buckets of 25 MB": lambda: time_table("tree", 25),
-    "parts, tree, buckets of 25 MB": parts_table,
+    "ring, buckets of 256 MiB": lambda: time_table("ring", 256),
+    "tree, buckets of 25 MiB": lambda: time_table("tree", 25),
+    "parts, tree, buckets of 25 MiB": parts_table,
 }
 
 

@@ -104,7 +104,7 @@ static PyMethodDef module_methods[] = {
     {"gpu_probe", py_gpu_probe, METH_O,
      "gpu_probe(plugin)\n--\n\nThe number of GPUs that the CUDA part at this path can use; or Error says why there are none."},
     {"checksum", py_checksum, METH_O,
-     "checksum(buffer)\n--\n\nThe two sums of a block of a checkpoint; csrc/checksum.h has their definition."},
+     "checksum(buffer)\n--\n\nThe two sums of a block of a checkpoint; zc_checksum in csrc/zero_c.h has their definition."},
     {"_fault_arm", fault_arm, METH_O, fault_arm_doc},
     {"_fault_count", fault_count, METH_NOARGS, fault_count_doc},
     {NULL, NULL, 0, NULL},

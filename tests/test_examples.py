@@ -237,6 +237,18 @@ def test_c_processes(flavour):
     assert losses_in(outputs[2, 1]) == pytest.approx(alone, rel=1e-3), "400 steps carry the order of additions far"
 
 
+def test_c_as_documented(tmp_path):
+    """The lines of docs/examples.md, where a reader would type them."""
+    document = (EXAMPLES.parent / "docs" / "examples.md").read_text()
+    lines, = (block for block in re.findall(r"^```sh\n(.*?)^```$", document, re.S | re.M) if "gcc" in block)
+    for folder in ("csrc", "examples"):
+        (tmp_path / folder).symlink_to(EXAMPLES.parent / folder)
+    done = subprocess.run(["bash", "-e", "-c", lines], cwd=tmp_path, text=True, capture_output=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    losses = losses_in(done.stdout)
+    assert len(losses) == 4 and losses[-1] < losses[0] / 4
+
+
 def test_jax():
     with contextlib.suppress(ImportError):
         import jax  # noqa: F401

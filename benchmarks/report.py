@@ -223,7 +223,7 @@ def markdown(data):
     peers = figures(data)
     text = [f"# Benchmark of {data['began']}",
             f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB; Linux {m['kernel']}, {m['libc']}, Python "
-            f"{m['python']}, torch {m['torch']}, numpy {m['numpy']}, zero_c {m['zero_c']}; transparent huge pages "
+            f"{m['python']}, torch {m['torch']}, numpy {m['numpy']}, zero_c {m['zero_c']} (commit {m.get('commit', 'not noted')}); transparent huge pages "
             f"{m['huge_pages']}. Two ranks, one core and one torch thread each; {s['rounds']} rounds of {s['steps']} "
             f"steps after {s['warm_up']} to warm up; malloc: {s['malloc']}.",
             "## Targets",

@@ -43,8 +43,15 @@ def describe_machine():
         except metadata.PackageNotFoundError:
             return "not installed"
 
+    def commit():
+        try:
+            return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True,
+                                  check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):  # no git, or no repository
+            return "unknown"
+
     return dict(
-        cpu=first("/proc/cpuinfo", "model name"), cores=len(os.sched_getaffinity(0)),
+        commit=commit(), cpu=first("/proc/cpuinfo", "model name"), cores=len(os.sched_getaffinity(0)),
         memory_gib=round(int(first("/proc/meminfo", "MemTotal").split()[0]) / 2**20, 1),
         kernel=platform.release(), libc=" ".join(platform.libc_ver()), python=platform.python_version(),
         huge_pages=pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip()

@@ -1,6 +1,7 @@
 """What a build must be like: layers of the sources, exports, stubs, instruction sets."""
 
 import ast
+import fnmatch
 import inspect
 import platform
 import re
@@ -67,6 +68,22 @@ def test_includes_follow_the_layers(source):
             assert source.name == "py_dlpack.c", f"{source.name} includes <{name}>"
         elif name in ("Python.h", "structmember.h"):
             assert layer == "python", f"{source.name} includes <{name}>"
+
+
+def test_the_table_of_layers_is_this_one():
+    """That of docs/design.md names every file, in its layer, and nothing that is not there."""
+    titles = {"0 words": "words", "1 pure": "pure", "1 system": "system", "2 interfaces": "interfaces", "3 backends": "backends",
+              "3 plugin": "cuda", "4 engine": "engine", "5 C API": "api", "6 glue": "python"}
+    found = {source: [] for source in SOURCES}
+    for title, names in re.findall(r"^\| (\d [\w ]+) \| (.*?) \|", (ROOT / "docs" / "design.md").read_text(), re.M):
+        for name in re.findall(r"`([^`]+)`", names.replace("`csrc/cuda/`", "")) if title in titles else ():
+            named = [source for source in SOURCES if (source.parent.name == "cuda") == (title == "3 plugin")
+                     and (fnmatch.fnmatch(source.name, name) or fnmatch.fnmatch(source.stem, name))]
+            assert named, f"docs/design.md names {name}"
+            for source in named:
+                found[source].append(titles[title])
+    for source, layers in found.items():
+        assert set(layers) == {layer_of(source.name).removesuffix(" glue")}, source.name
 
 
 def imports_of(path):

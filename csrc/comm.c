@@ -212,6 +212,13 @@ size_t comm_behind(zc_comm *comm, uint32_t line, uint64_t number, char *text, si
     return line < COMM_LINES ? comm->ops->behind(comm, line, number, text, room_bytes) : 0;
 }
 
+size_t comm_stopped(zc_comm *comm, char *text, size_t room_bytes)
+{
+    if (room_bytes)
+        text[0] = '\0';
+    return comm->ops->stopped ? comm->ops->stopped(comm, text, room_bytes) : 0;
+}
+
 zc_status comm_exchange(comm_channel *channel, uint32_t tag, const char *what, const void *record, void *records,
                         size_t bytes)
 {

@@ -123,6 +123,7 @@ typedef struct comm_ops {
     zc_status (*watch)(zc_comm *comm, const char *what);
     zc_status (*declare)(zc_comm *comm, uint32_t line, uint64_t detail, const char *what);
     size_t (*behind)(zc_comm *comm, uint32_t line, uint64_t number, char *text, size_t room_bytes);
+    size_t (*stopped)(zc_comm *comm, char *text, size_t room_bytes); /* NULL: it never knows */
     zc_status (*exchange)(comm_channel *channel, uint32_t tag, const char *what, const void *record,
                           void *records, size_t bytes);
 
@@ -266,6 +267,13 @@ zc_status comm_declare(zc_comm *comm, uint32_t line, uint64_t detail, const char
  * ask, it waits for the answer for a second at the most.
  */
 size_t comm_behind(zc_comm *comm, uint32_t line, uint64_t number, char *text, size_t room_bytes);
+
+/*
+ * How many ranks' processes are known to be stopped, by a signal or a debugger, at this moment; text: "1, 2", these, as
+ * comm_behind's. For any thread.  For the sentence of a timeout: that of a group between hosts knows them by their silence.
+ */
+size_t comm_stopped(zc_comm *comm, char *text, size_t room_bytes);
+#define COMM_STOPPED "stopped by a signal or a debugger: rank %s; let it go on (kill -CONT), or end the job"
 
 /*
  * Host-side all-gather of small records, blocking: records[q] becomes rank q's

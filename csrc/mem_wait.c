@@ -82,15 +82,17 @@ static zc_status timed_out(const waiting *w)
 {
     mem_group *group = w->group;
     uint64_t members[SHM_MASK_WORDS];
-    char list[256], where[MEM_NAME_BYTES + 48] = "";
+    char list[256], stopped[128], where[MEM_NAME_BYTES + 48] = "", why[240] = "all ranks must make this call, or the "
+                                                                              "timeout is too short";
     int posts = missing_members(w, members);
     list_members(w, members, list, sizeof list);
     if (w->tag < w->channel->tags)
         snprintf(where, sizeof where, ", tag %u of channel '%s'", w->tag, w->channel->name);
-    return mem_fail(group, ZC_ETIMEOUT, "rank %zu waited %.1f s in %s (operation %llu%s); %s: %s; all ranks must make "
-                    "this call, or the timeout is too short", mem_name(group, group->public.rank),
+    if (mem_stopped(&group->public, stopped, sizeof stopped))
+        snprintf(why, sizeof why, COMM_STOPPED, stopped);
+    return mem_fail(group, ZC_ETIMEOUT, "rank %zu waited %.1f s in %s (operation %llu%s); %s: %s; %s", mem_name(group, group->public.rank),
                     (double)(shm_now_ns() - w->start_ns) * 1e-9, w->what, (unsigned long long)w->stamp, where,
-                    posts ? "missing" : "called it but did not finish", list);
+                    posts ? "missing" : "called it but did not finish", list, why);
 }
 
 /*

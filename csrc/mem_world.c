@@ -358,6 +358,21 @@ const char *mem_loss(const mem_group *group, size_t rank)
     return provider->ops->dead(provider, group->member[rank]) ? "is gone" : NULL;
 }
 
+size_t mem_stopped(zc_comm *comm, char *text, size_t room_bytes)
+{
+    mem_group *group = (mem_group *)comm;
+    mem_provider *provider = group->world->provider;
+    size_t used = 0, stopped = 0;
+    for (size_t q = 0; provider->ops->stopped && q < comm->ranks; q++) {
+        if (q == comm->rank || !provider->ops->stopped(provider, group->member[q]))
+            continue;
+        if (used < room_bytes)
+            used += (size_t)snprintf(text + used, room_bytes - used, "%s%zu", stopped ? ", " : "", mem_name(group, q));
+        stopped++;
+    }
+    return stopped;
+}
+
 static zc_status mem_watch(zc_comm *comm, const char *what)
 {
     mem_group *group = (mem_group *)comm;
@@ -501,6 +516,7 @@ const comm_ops mem_comm_ops = {
     .watch = mem_watch,
     .declare = mem_declare,
     .behind = mem_behind,
+    .stopped = mem_stopped,
     .exchange = mem_public_exchange,
     .array_all_reduce = mem_array_all_reduce,
     .array_reduce_scatter = mem_array_reduce_scatter,

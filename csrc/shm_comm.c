@@ -60,6 +60,11 @@ static int provider_dead(mem_provider *provider, size_t rank)
     return shm_process_ended(((shm_provider *)provider)->peers[rank].process_fd);
 }
 
+static int provider_stopped(mem_provider *provider, size_t rank)
+{
+    return shm_process_stopped(((shm_provider *)provider)->peers[rank].process_fd);
+}
+
 static void provider_destroy(mem_provider *provider)
 {
     shm_provider *shm = (shm_provider *)provider;
@@ -82,6 +87,7 @@ static const mem_provider_ops shm_ops = {
     .map = provider_map,
     .unmap = provider_unmap,
     .dead = provider_dead,
+    .stopped = provider_stopped,
     .destroy = provider_destroy,
 };
 

@@ -163,10 +163,8 @@ zc_status zc_engine_create(zc_comm *comm, const zc_engine_config *config, const 
         return zc_fail(ZC_EINVAL, "threads is %d; legal is 0 (this rank's share of the usable cores) or more",
                        config->threads);
     size_t share = mem_cores() / zc_comm_local_ranks(comm);
-    if (comm->ops->device)
-        ZC_TRY(comm->ops->device(comm, &device));
-    else
-        ZC_TRY(comm_give_up(comm, "construction",
-                            cpu_device_create(config->threads ? config->threads : share ? (int)share : 1, &device)));
+    int threads = config->threads ? config->threads : share ? (int)share : 1;
+    ZC_TRY(comm_give_up(comm, "construction", comm->ops->device ? comm->ops->device(comm, &device)
+                                                                : cpu_device_create(threads, &device)));
     return engine_create(comm, device, NULL, config, params, count, groups, group_count, out);
 }

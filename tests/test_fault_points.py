@@ -6,20 +6,20 @@ test_fault_files.py.
 
 import re
 
+import cuda_build
 import fault_build
 import pytest
-from test_c import run
+from test_c import CSRC, run
 
 JOBS = 6  # under way at a time
 DEADLINE_S = 500
 VARIANTS = ["start", "0", "1", "2", "3"]
 
 
-def walk(folder, ranks, variant, manners, places="all"):
+def walk(folder, ranks, variant, manners, places="all", walker=fault_build.walker):
     """Runs the walker; the points that were passed, and those at which a rank met its end."""
     folder.mkdir(exist_ok=True)
-    status, output = run([fault_build.walker(), str(folder / "walk"), str(ranks), variant, manners, places, str(JOBS)],
-                         DEADLINE_S)
+    status, output = run([walker(), str(folder / "walk"), str(ranks), variant, manners, places, str(JOBS)], DEADLINE_S)
     assert status == 0, output
     lines = output.splitlines()
     print(*(line for line in lines if not line.startswith(("fault at ", "passed "))), sep="\n")
@@ -35,7 +35,14 @@ def test_ranks_come_to_every_point_of_the_core(tmp_path):
     passed = set()
     for variant in (*VARIANTS, "hub"):
         passed |= walk(tmp_path / variant, 2, variant, "")[1]
-    missing = {name for name in fault_build.points_of_the_core() - passed if not depends_on_time(name)}
+    missing = {name for name in fault_build.points_in(CSRC) - passed if not depends_on_time(name)}
+    assert not missing, f"no run comes to {missing}"
+
+
+@cuda_build.needs_headers
+def test_ranks_with_gpus_come_to_every_point_of_the_backend(tmp_path):
+    passed = walk(tmp_path, 2, "1", "", walker=fault_build.gpu_walker)[1]
+    missing = {name for name in fault_build.points_in(cuda_build.CUDA) - passed if not depends_on_time(name)}
     assert not missing, f"no run comes to {missing}"
 
 
@@ -66,6 +73,12 @@ def test_one_place_of_every_point(tmp_path, ranks, variant, manners):
     walk(tmp_path, ranks, variant, manners, "some")
 
 
+@cuda_build.needs_headers
+@pytest.mark.parametrize(("ranks", "variant", "manners"), [(2, "1", "ke"), (3, "3", "k")])
+def test_one_place_of_every_point_with_gpus(tmp_path, ranks, variant, manners):
+    walk(tmp_path, ranks, variant, manners, "some", fault_build.gpu_walker)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -83,6 +96,14 @@ def test_every_place_between_hosts(tmp_path, ranks):
     met, passed = walk(tmp_path, ranks, "hub", "ksemg")
     missing = {name for name in passed - met if not depends_on_time(name)}
     assert not missing, f"nobody met an end at {missing}"
+
+
+@pytest.mark.long
+@cuda_build.needs_headers
+@pytest.mark.parametrize(("ranks", "variant", "manners"), [(2, "start", "ksmg"), (2, "0", "kg"), (2, "1", "ksm"), (2, "2", "k"), (2, "3", "ksm"),
+                                                           (3, "1", "k"), (3, "3", "k")])
+def test_every_place_with_gpus(tmp_path, ranks, variant, manners):
+    walk(tmp_path, ranks, variant, manners, walker=fault_build.gpu_walker)
 
 
 @pytest.mark.long

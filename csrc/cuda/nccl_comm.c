@@ -4,6 +4,8 @@
  */
 #include "cuda_device.h"
 #include "nccl_state.h"
+#include "zc_hash.h"
+#include "zc_point.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -32,15 +34,16 @@ zc_status nccl_give_up(nccl_comm *comm, zc_status status, const char *why)
 }
 
 /*
- * Between hosts declarations and bad news travel, and NCCL may be faster.  If ranks differ, or one is gone, that is
- * known once every rank's declaration of what this lane has posted has arrived, or as the loss.
+ * Declarations and bad news travel, and NCCL may be faster.  If ranks differ, that is known once every rank's declaration
+ * of what this lane has posted has arrived; if one is gone, as soon as its end is seen.
  */
-static void hear_the_reason(nccl_comm *comm, int lane)
+static void hear_the_reason(nccl_comm *comm, int lane, ncclResult_t result)
 {
     char list[256];
     uint64_t until_ns = nccl_now_ns() + HEAR_NS;
-    while (nccl_missing(comm, lane, comm->lane[lane].posted, list, sizeof list) &&
-           comm_watch(comm->host, "a failed operation") == ZC_OK && nccl_now_ns() < until_ns)
+    int of_a_peer = result == ncclRemoteError || result == ncclSystemError; /* what NCCL says when one is gone */
+    while (comm_watch(comm->host, "a failed operation") == ZC_OK && nccl_now_ns() < until_ns &&
+           (of_a_peer || nccl_missing(comm, lane, comm->lane[lane].posted, list, sizeof list)))
         nanosleep(&(struct timespec){.tv_nsec = POLL_NS}, NULL);
 }
 
@@ -54,19 +57,21 @@ zc_status nccl_broken(nccl_comm *comm, int lane, ncclResult_t result, const char
     snprintf(why, sizeof why, "rank %zu: NCCL %d.%d.%d failed in %s on GPU %d: %s%s%.500s%s", comm->name,
              comm->api->version / 10000, comm->api->version / 100 % 100, comm->api->version % 100, what, comm->ordinal,
              comm->api->GetErrorString(result), last && *last ? ": " : "", last ? last : "", advice);
-    hear_the_reason(comm, lane);
+    hear_the_reason(comm, lane, result);
     return nccl_give_up(comm, ZC_ECOMM, why);
 }
 
 zc_status nccl_time_out(nccl_comm *comm, int lane, uint64_t number, const char *what, uint64_t spent_ns)
 {
-    char list[256], why[640];
+    char list[256], stopped[128], why[640];
     size_t missing = nccl_missing(comm, lane, number, list, sizeof list);
     int used = snprintf(why, sizeof why, "rank %zu waited %.1f s for %s (operation %llu) on GPU %d; ", comm->name,
                         (double)spent_ns * 1e-9, what, (unsigned long long)number, comm->ordinal);
     if (missing)
         snprintf(why + used, sizeof why - (size_t)used, "not called by rank%s %s; all ranks must make this call, or "
                  "the timeout is too short", missing > 1 ? "s" : "", list + 2);
+    else if (comm_stopped(comm->host, stopped, sizeof stopped))
+        snprintf(why + used, sizeof why - (size_t)used, "every rank called it; " COMM_STOPPED, stopped);
     else
         snprintf(why + used, sizeof why - (size_t)used, "every rank called it: a GPU or the network is stuck "
                  "(NCCL_DEBUG=INFO says more), or the work before it takes longer than the timeout");
@@ -361,44 +366,55 @@ static zc_status open_lane(nccl_comm *comm, nccl_lane *lane)
     return ZC_OK;
 }
 
-static zc_status connect(nccl_comm *comm, int lane, const ncclUniqueId *id)
+static zc_status join_clique(nccl_comm *comm, int lane, const ncclUniqueId *id)
 {
     ncclConfig_t config = {.size = sizeof config, .magic = NCCL_CONFIG_MAGIC, .version = NCCL_CONFIG_VERSION,
                            .blocking = 0, .cgaClusterSize = NCCL_UNSET, .minCTAs = NCCL_UNSET, .maxCTAs = NCCL_UNSET,
                            .splitShare = NCCL_UNSET, .trafficClass = NCCL_UNSET, .collnetEnable = NCCL_UNSET,
                            .CTAPolicy = NCCL_UNSET, .shrinkShare = NCCL_UNSET, .nvlsCTAs = NCCL_UNSET,
                            .nChannelsPerNetPeer = NCCL_UNSET, .nvlinkCentricSched = NCCL_UNSET};
+    ZC_TRY(nccl_watch_posting(comm, lane, "start-up", ZC_HASH_START, "start-up of NCCL"));
     ncclResult_t result = comm->api->CommInitRankConfig(&comm->lane[lane].nccl, (int)comm->public.ranks, *id,
                                                         (int)comm->public.rank, &config);
-    return nccl_settle(comm, lane, result, "start-up");
+    ZC_POINT("NCCL: about to join");
+    zc_status status = nccl_settle(comm, lane, result, "start-up");
+    ZC_POINT("NCCL: joined");
+    return status;
 }
 
-/* The ids of the lanes, rank 0's, on every rank. */
-static zc_status make_ids(nccl_comm *comm, ncclUniqueId ids[NCCL_LANES])
+/* Rank 0's id on every rank. Made just before it is used: NCCL has no call to give one back. */
+static zc_status make_id(nccl_comm *comm, ncclUniqueId *id)
 {
     zc_status status = ZC_OK;
-    for (int k = 0; comm->public.rank == 0 && k < NCCL_LANES && status == ZC_OK; k++) {
-        ncclResult_t result = comm->api->GetUniqueId(&ids[k]);
+    memset(id, 0, sizeof *id);
+    if (comm->public.rank == 0) {
+        ncclResult_t result = comm->api->GetUniqueId(id);
         if (result != ncclSuccess)
             status = zc_fail(ZC_ECOMM, "rank 0: ncclGetUniqueId: %s: %s; a machine without a network needs "
                              "NCCL_SOCKET_IFNAME=lo", comm->api->GetErrorString(result), comm->api->GetLastError(NULL));
     }
     ZC_TRY(agree(comm, comm->host_channel, START_TAG, "start of NCCL", status));
-    return comm_array_broadcast(comm->host, ids, NCCL_LANES * sizeof *ids, 0);
+    return comm_array_broadcast(comm->host, id, sizeof *id, 0);
+}
+
+static zc_status connect(nccl_comm *comm, int lane)
+{
+    ncclUniqueId id;
+    ZC_TRY(make_id(comm, &id));
+    pthread_mutex_lock(&comm->lock);
+    zc_status status = join_clique(comm, lane, &id);
+    pthread_mutex_unlock(&comm->lock);
+    return status;
 }
 
 static zc_status start(nccl_comm *comm, const char *wheel)
 {
-    ncclUniqueId ids[NCCL_LANES];
-    zc_status status = ZC_OK;
-    memset(ids, 0, sizeof ids);
-    status = nccl_open(wheel, &comm->api);
+    zc_status status = nccl_open(wheel, &comm->api);
     for (int k = 0; status == ZC_OK && k < NCCL_LANES; k++)
         status = open_lane(comm, &comm->lane[k]);
     ZC_TRY(agree(comm, comm->host_channel, START_TAG, "start of NCCL", status));
-    ZC_TRY(make_ids(comm, ids));
     for (int k = 0; status == ZC_OK && k < NCCL_LANES; k++)
-        status = connect(comm, k, &ids[k]);
+        status = connect(comm, k);
     if (status == ZC_OK)
         status = nccl_watch_start(comm);
     return agree(comm, comm->host_channel, START_TAG, "start of NCCL", status);
@@ -431,6 +447,7 @@ static int let_end(nccl_comm *comm)
 static void end_nccl(nccl_comm *comm, ncclComm_t nccl, int finish)
 {
     uint64_t start_ns = nccl_now_ns();
+    ZC_POINT("NCCL: to be finished");
     ncclResult_t result = finish ? comm->api->CommFinalize(nccl) : ncclInvalidUsage;
     while (result == ncclInProgress && nccl_now_ns() - start_ns < FINISH_NS) {
         ncclResult_t asked = comm->api->CommGetAsyncError(nccl, &result);
@@ -439,10 +456,12 @@ static void end_nccl(nccl_comm *comm, ncclComm_t nccl, int finish)
         if (result == ncclInProgress)
             nanosleep(&(struct timespec){.tv_nsec = POLL_NS}, NULL);
     }
+    ZC_POINT("NCCL: finished");
     if (result == ncclSuccess)
         comm->api->CommDestroy(nccl);
     else
         comm->api->CommAbort(nccl);
+    ZC_POINT("NCCL: gone");
 }
 
 /* Half-made ones too. Peers that still need this rank learn that it is gone from the host's communicator. */
@@ -530,8 +549,10 @@ static zc_status create(const nccl_comm_config *config, size_t name, zc_comm **o
     *out = NULL;
     nccl_comm *comm = new_comm(config, name);
     if (!comm) {
-        comm_close(config->host); /* the peers learn it from that */
-        return zc_fail(ZC_ENOMEM, "no memory for a communicator");
+        zc_status none = zc_fail(ZC_ENOMEM, "rank %zu: no memory for a communicator of GPUs", name);
+        none = comm_give_up(config->host, "start on a GPU", none);
+        comm_close(config->host);
+        return none;
     }
     zc_status status = comm_channel_open(comm->host, "NCCL", START_TAGS, &comm->host_channel);
     if (status == ZC_OK)

@@ -7,6 +7,7 @@
 #include "cuda_kernels.h"
 #include "nccl_state.h"
 #include "zc_hash.h"
+#include "zc_point.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -79,6 +80,7 @@ static zc_status start(posting *p, zc_stream *stream, const operation *op)
 static zc_status mark(posting *p, comm_ticket *ticket)
 {
     nccl_tag *tag = &p->channel->tag[p->tag];
+    ZC_POINT("NCCL: posted");
     CUDA_TRY(p->comm->ordinal, cudaEventRecord, tag->done, p->lane->stream);
     ZC_TRY(nccl_watch_posted(p->comm, p->lane_number));
     tag->lane = p->lane_number;
@@ -173,6 +175,7 @@ static zc_status exchange_slices(posting *p, const char *from, size_t stride_byt
                                p->lane->stream);
         if (result == ncclInProgress)
             result = ncclSuccess;
+        ZC_POINT("NCCL: a slice is in the group");
     }
     ncclResult_t ended_with = api->GroupEnd();
     return settle(p, result != ncclSuccess ? result : ended_with);

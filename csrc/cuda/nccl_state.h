@@ -96,7 +96,7 @@ static inline nccl_channel *nccl_channel_of(comm_channel *channel)
 zc_status nccl_give_up(nccl_comm *comm, zc_status status, const char *why);
 /* The same after a failed call of NCCL. */
 zc_status nccl_broken(nccl_comm *comm, int lane, ncclResult_t result, const char *what);
-/* The same after a lane's operation of this number took too long: `number` 0 is start-up. */
+/* The same after a lane's operation of this number took too long. */
 zc_status nccl_time_out(nccl_comm *comm, int lane, uint64_t number, const char *what, uint64_t spent_ns);
 /* The same when the interrupt callback has said so; returns ZC_EINTERRUPT, which is of this call only. */
 zc_status nccl_interrupt(nccl_comm *comm, const char *what);

@@ -7,6 +7,7 @@
  * as soon as those before it are done.
  */
 #include "nccl_state.h"
+#include "zc_point.h"
 
 #include <errno.h>
 #include <signal.h>
@@ -25,6 +26,7 @@ uint64_t nccl_now_ns(void)
 void nccl_abort(nccl_comm *comm)
 {
     comm->aborted = 1;
+    ZC_POINT("failure: NCCL is to be aborted");
     for (int k = 0; k < NCCL_LANES; k++) {
         if (comm->lane[k].nccl)
             comm->api->CommAbort(comm->lane[k].nccl);
@@ -50,7 +52,9 @@ static zc_status begin_probe(nccl_comm *comm, nccl_lane *lane)
 zc_status nccl_watch_posting(nccl_comm *comm, int number, const char *what, uint64_t detail, const char *text)
 {
     nccl_lane *lane = &comm->lane[number];
+    ZC_POINT("NCCL: to be declared");
     ZC_TRY(comm_declare(comm->host, (uint32_t)number, detail, text));
+    ZC_POINT("NCCL: declared");
     lane->posted++;
     lane->last = what;
     return ZC_OK;

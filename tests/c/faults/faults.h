@@ -19,6 +19,7 @@
 #define HUB_FD 10        /* with a hub: of rank 0's socket to rank r, HUB_FD + r; of a rank's own one, HUB_FD */
 
 #define EXIT_FAILED 3    /* a rank whose call failed, after it has closed everything */
+#define EXIT_COMPLAINS 4 /* it has closed everything, and something was wrong on its GPU */
 #define EXIT_SUDDEN 7    /* a rank that exits in the middle of a call */
 
 typedef enum manner {
@@ -47,6 +48,7 @@ typedef struct rank_report {
     long questions;          /* allocations and system calls that could have failed */
     uint64_t digest;         /* of the parameters at the end */
     char text[1024];
+    char complaints[1024];
     size_t points;
     char point[MOST_POINTS][POINT_BYTES]; /* where it came by, if the script asks for it */
 } rank_report;

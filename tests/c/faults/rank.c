@@ -6,6 +6,7 @@
  */
 #define _GNU_SOURCE
 #include "faults.h"
+#include "place.h"
 
 #include "zc_hash.h"
 #include "zc_point.h"
@@ -198,7 +199,9 @@ static zc_status use(zc_engine *engine, size_t i, int backward, float *sum)
         DO("acquire", zc_engine_acquire(engine, i, backward));
     else
         DO("a layer", zc_engine_wait_params(engine, &i, 1));
-    const float *values = zc_engine_param(engine, i);
+    float room[8192];
+    const float *values;
+    ZC_TRY(place_read(zc_engine_param(engine, i), room, ELEMS[i] * sizeof *room, &values));
     for (size_t k = 0; k < ELEMS[i]; k++)
         *sum += values[k];
     if (plan->stage == 3)
@@ -216,7 +219,9 @@ static zc_status step(zc_engine *engine, const zc_options *group, uint64_t numbe
     for (size_t i = PARAMS; i-- > 0;) {
         ZC_TRY(use(engine, i, 1, &sum));
         numbers(grad, ELEMS[i], number * 1000 + i * 10 + own_rank);
-        DO("a gradient", zc_engine_add_grad(engine, i, grad));
+        const void *there;
+        ZC_TRY(place_grad(i, grad, ELEMS[i] * sizeof *grad, &there));
+        DO("a gradient", zc_engine_add_grad(engine, i, there));
     }
     DO("the end of backward", zc_engine_end_round(engine, NULL, 0));
     DO("step", zc_engine_step(engine, group, 1, &args));
@@ -331,6 +336,7 @@ static zc_status live(zc_comm **comm, zc_engine **engine)
                              .start_timeout_s = plan->start_timeout_s, .timeout_s = plan->timeout_s};
     DO("start", zc_comm_open(&config, comm));
     report->opened = 1;
+    DO("the move to a GPU", place_join(comm));
     if (!plan->start_only) {
         ZC_TRY(build(*comm, &group, engine));
         ZC_TRY(train(*comm, *engine, &group));
@@ -378,7 +384,10 @@ int rank_main(size_t rank)
     if (nth && zc_fault_count() >= nth)
         report->fault_ns = now_ns();
     zc_engine_destroy(engine);
+    place_leave();
     zc_comm_close(comm);
+    if (place_complaints(report->complaints, sizeof report->complaints))
+        return EXIT_COMPLAINS;
     report->questions = zc_fault_count();
     report->descriptors_left = count_fds() - descriptors;
     report->mappings_left = count_mappings() - mappings;

@@ -223,13 +223,16 @@ static int names_rank(const char *text, const char *before, size_t rank)
     return 0;
 }
 
-/* "missing: 1, 2" or "did not finish: 2" */
+/* "missing: 1, 2", "did not finish: 2"; of NCCL "not called by ranks 1, 2", or who is stopped */
 static int lists_rank(const char *text, size_t rank)
 {
-    const char *list = strstr(text, "missing: ");
-    if (!list)
-        list = strstr(text, "did not finish: ");
-    return list && (names_rank(list, ": ", rank) || names_rank(list, ", ", rank));
+    static const char *const before[] = {"missing: ", "did not finish: ", "not called by rank",
+                                         "stopped by a signal or a debugger: rank"};
+    const char *list = NULL;
+    for (size_t k = 0; k < sizeof before / sizeof *before && !list; k++)
+        list = strstr(text, before[k]);
+    return list && (names_rank(list, ": ", rank) || names_rank(list, ", ", rank) || names_rank(list, "rank ", rank) ||
+                    names_rank(list, "ranks ", rank));
 }
 
 /* What every rank that was not at fault leaves behind: nothing. */
@@ -237,7 +240,7 @@ static int left_nothing(const job *j, size_t r, int code)
 {
     const rank_report *seen = &j->plan->report[r];
     if (!WIFEXITED(j->status[r]) || WEXITSTATUS(j->status[r]) != code)
-        return is_wrong("rank %zu ended with status %#x instead of exit %d (%s)", r, (unsigned)j->status[r], code, seen->text);
+        return is_wrong("rank %zu ended with status %#x instead of exit %d (%s)", r, (unsigned)j->status[r], code, seen->complaints[0] ? seen->complaints : seen->text);
     if (!seen->closed || seen->descriptors_left || seen->mappings_left)
         return is_wrong("rank %zu left %zu descriptors and %zu mappings", r, seen->descriptors_left, seen->mappings_left);
     return 1;
@@ -285,6 +288,8 @@ static int survivor_is_right(const job *j, size_t r, const fault *f)
             return is_wrong("rank %zu: not a timeout: %d: %s", r, seen->status, text);
         if (!lists_rank(text, f->rank) && !(start_only && names_rank(text, "rank ", f->rank)))
             return is_wrong("rank %zu: the timeout does not name rank %zu: %s", r, f->rank, text);
+        if (!start_only && !strstr(text, "stopped by a signal") && !strstr(text, "not called by"))
+            return is_wrong("rank %zu: the timeout does not say that rank %zu is stopped: %s", r, f->rank, text);
         if (late_ns < (int64_t)(TIMEOUT_S * 1e9) - EARLY_NS || late_ns > most)
             return is_wrong("rank %zu: %.3f s instead of the timeout: %s", r, (double)late_ns * 1e-9, text);
         return 1;

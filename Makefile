@@ -14,7 +14,7 @@ help:
 	@echo "make demo    train a small language model on two ranks, at stages 0 to 3 and with DDP (about two minutes)"
 	@echo "make test    the tests but those of minutes (what CI runs); some skip where CUDA 13, spin or nccl.h is missing"
 	@echo "             ($(VENV)/bin/pytest -rs tests says which); installs transformers, accelerate and lightning too (about 200 MB)"
-	@echo "make long    the tests that take minutes each"
+	@echo "make long    the tests that take minutes each, but for those that make emulate and make asan run"
 	@echo "make asan    C tests, and the core of the Python suite, with address and undefined behaviour checks"
 	@echo "make tsan    C tests, on CPUs and on emulated GPUs, with the thread sanitizer"
 	@echo "make fuzz    every parser of foreign input reads made-up ones, SECONDS=300 each (tests/fuzz/README.md)"
@@ -51,8 +51,9 @@ demo: venv
 test: venv $(VENV)/.examples
 	$(PYTEST) tests
 
-long: venv
-	$(PYTEST) -m long tests
+# What `make emulate` and `make asan` run whole is left to them.
+long: venv $(VENV)/.examples
+	$(PYTEST) -m long tests --ignore=tests/test_cuda.py --ignore=tests/test_gpu_arrays.py --ignore=tests/test_sanitized.py
 
 asan: venv
 	$(PYTEST) tests/test_c.py -k "address"

@@ -34,7 +34,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 and their backward; by default the children of the longest ModuleList or Sequential. What is in no unit
                 belongs to the root, which stays gathered until the step. With overlap_gather: whose are waited for together
     prefetch    stage 3: how many units to gather ahead of their use; each takes memory for one more unit
-    weights     stage 3: path, or paths, of safetensors files with values for the module's parameters and buffers
+    weights     stage 3: path, or paths, of safetensors files with values for the module's parameters and buffers, under
+                the module's names; rank 0 reads them. What they leave out is initialised, and what they have beyond is an error
     init        stage 3, of a module on the meta device: a function that initialises the parameters and buffers of one
                 module (not of its children), called for each; by default their reset_parameters()
     shared_params   parameters live once per host
@@ -79,20 +80,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             called = _units.choose(whole, units) if overlap_gather else None
             if init is not None and not _meta.is_on_meta(whole):
                 raise ValueError("init= initialises what is on the meta device, and nothing of this module is; leave it out")
-            files = _meta.open_files(weights, whole) if weights is not None and self._comm.rank == 0 else None
             settings = {"stage": stage, "optimizer": optimizer, "max_grad_norm": max_grad_norm,
                         "loss_scale": loss_scale, "skip_nonfinite": skip_nonfinite, "reduce_op": reduce_op,
                         "bucket_mb": bucket_mb, "shared_params": bool(shared_params), "prefetch": prefetch,
-                        "overlap_gather": overlap_gather}
+                        "overlap_gather": overlap_gather, "weights given": weights is not None}
             lines = _agree.describe([{**defaults, **group} for group in groups], names, settings)
             if whole is not None:
                 lines += [_agree.describe_tensor(f"buffer '{name}'", buffer) for name, buffer in whole.named_buffers()]
             if layout is not None:
                 lines += [f"{unit!r}: " + ", ".join(name for name, _ in unit.members) for unit in layout]
-            return lines, (defaults, groups, names, whole, scale, layout, called, files, device)
+            return lines, (defaults, groups, names, whole, scale, layout, called, device)
 
-        defaults, groups, names, whole, self._scale, layout, called, files, device = _agree.checked(
+        defaults, groups, names, whole, self._scale, layout, called, device = _agree.checked(
             self._comm, "construction of ShardedOptimizer", prepare)
+        files = _meta.open_files(self._comm, weights, whole) if weights is not None else None
         if device.type == "cuda":
             self._comm = _gpu.communicator(self._comm, device.index, deterministic)
         replaced = None

@@ -1,5 +1,6 @@
 """What torch ranks do in test_checkpoint_torch.py: one model with everything that a checkpoint must hold, saved and loaded."""
 
+import json
 import os
 import signal
 import threading
@@ -186,6 +187,8 @@ def tied_and_frozen(folder, stage):
     train(model, opt, 0, 2)
     opt.save(folder)
     state = everything(model, opt)
+    told = json.loads((Path(folder) / "zero_c.json").read_text())["manifest"]["tensors"]
+    assert {tensor["name"]: tensor["aliases"] for tensor in told if tensor["aliases"]} == {"embedding.weight": ["head.weight"]}
     path = next(Path(folder).glob("weights-*"))
     plain = Net(7)
     load_model(plain, path)
@@ -243,6 +246,33 @@ def loss_scale(folder, stage):
     assert (other._scale.value, other._scale.good) == (4.0, LossScale.INTERVAL - 1)
     train(model, other, 2, 1)
     return other._scale.value
+
+
+def loss_scales(folder, stage):
+    """A dynamic scale starts anew after any other setting; the others keep their own."""
+    start = (2.0**16, 0)
+
+    def scale(opt):
+        return opt._scale.value, opt._scale.good
+
+    _, none = build(stage)
+    _, always = build(stage, loss_scale=128.0)
+    _, dynamic = build(stage, loss_scale="dynamic")
+
+    def passed(source, target):
+        dynamic._scale.value, dynamic._scale.good = 4.0, 9
+        source.save(folder)
+        target.load(folder)
+        return scale(target)
+
+    assert passed(none, dynamic) == start
+    assert passed(dynamic, none) == (1.0, 0) and passed(none, dynamic) == start
+    assert passed(always, dynamic) == start
+    assert passed(dynamic, always) == (128.0, 0) and passed(none, always) == (128.0, 0)
+    assert passed(dynamic, dynamic) == (4.0, 9)
+    local = none.state_dict()
+    dynamic.load_state_dict(local)
+    assert scale(dynamic) == start
 
 
 def tensor_lr(folder, stage):

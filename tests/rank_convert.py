@@ -80,10 +80,10 @@ def go_on(model, opt, rank, steps):
     return losses
 
 
-def train(dtype):
+def train(dtype, amsgrad=False):
     """Three steps, the record, and the losses of three more."""
     with zero_c.init() as comm:
-        model, opt = ours(dtype, 2, **ADAM)
+        model, opt = ours(dtype, 2, amsgrad=amsgrad, **ADAM)
         for group in opt.param_groups:
             group["initial_lr"] = 0.02
         go_on(model, opt, comm.rank, range(3))

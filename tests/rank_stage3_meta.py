@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zero_c
-from zero_c.torch import ShardedOptimizer
+from zero_c.torch import ShardedOptimizer, _meta
 
 
 class Block(nn.Module):
@@ -201,10 +201,33 @@ def own_function():
     assert (model.table == 7).all()
 
 
+WEIGHTS = {"weight": torch.ones(3, 3), "layer.weight": torch.ones(3, 3), "layer.bias": torch.ones(3)}
+FILES = {  # what the file holds
+    "no safetensors file": None,
+    "prefix": {f"module.{name}": tensor for name, tensor in WEIGHTS.items()},
+    "one name more": WEIGHTS | {"extra": torch.ones(2)},
+    "empty": {},
+    "whole numbers": WEIGHTS | {"layer.weight": torch.ones(3, 3, dtype=torch.int64)},
+    "two files": WEIGHTS,
+    "bad data": WEIGHTS,
+    "bad data of a buffer": WEIGHTS | {"table": torch.arange(3.0)},
+}
+
+
+def fails_at(bad, read):
+    """Files.read on a disk with a bad block in this tensor; only rank 0 reads."""
+    def reads(files, name, like):
+        if name == bad:
+            raise OSError("a bad block")
+        return read(files, name, like)
+
+    return reads
+
+
 def refused(folder, what):
     """The error of a construction that cannot be; the model is as it was."""
     comm = zero_c.init()
-    make = {"buffer": lambda: Own(buffer=True)}.get(what, Own)
+    make = {"buffer": lambda: Own(buffer=True), "bad data of a buffer": lambda: Own(buffer=True)}.get(what, Own)
     model = built(0, "meta", make=make)
     options = {"stage": 3, "comm": comm}
     path = pathlib.Path(folder) / f"{what}.safetensors"
@@ -219,6 +242,11 @@ def refused(folder, what):
             save_file({"layer.weight": torch.ones(3, 4)}, path)
         comm.barrier()
         options["weights"] = [path]
+    elif what in FILES:
+        if comm.rank == 0:
+            path.write_bytes(b"no file of this kind") if FILES[what] is None else save_file(FILES[what], path)
+        comm.barrier()
+        options["weights"] = [path, path] if what == "two files" else path
     elif what == "stage 2":
         options["stage"] = 2
     elif what == "raises":
@@ -226,11 +254,16 @@ def refused(folder, what):
             raise RuntimeError("from the caller's function")
         options["init"] = init
     parameters = list(model.parameters())
+    read = _meta.Files.read
+    if what.startswith("bad data"):
+        _meta.Files.read = fails_at({"bad data": "layer.weight"}.get(what, "table"), read)
     try:
         ShardedOptimizer(model, **options)
     except (ValueError, RuntimeError, OSError, zero_c.Error) as error:
         assert all(mine is other and mine.is_meta for mine, other in zip(model.parameters(), parameters, strict=True))
         return f"{type(error).__name__}: {error}"
+    finally:
+        _meta.Files.read = read
     raise AssertionError("nothing was raised")
 
 

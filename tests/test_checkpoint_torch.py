@@ -28,12 +28,20 @@ def groups():
     yield from rank_groups()
 
 
-def compare(after, resumed, ranks, others):
-    """Losses of ten steps, each rank's; with as many ranks bit for bit, else the means within the order of sums."""
+def compare(after, resumed, ranks, others, dtype="float32"):
+    """Losses of ten steps, each rank's; with as many ranks bit for bit, else the means within the order of sums.
+
+    In bfloat16 each rank's gradient is rounded to 8 bits before the sum, so that other ranks move the masters otherwise, and
+    some weights by a last bit (2^-8 of them), which goes up and down: the mean loss differs by up to 1e-4 of it. A resumed
+    run without its moments or step counts is off by more than 2^-10 from the second step on. The first loss is of weights that
+    are the same; masters are compared bit for bit elsewhere.
+    """
     if ranks == others:
         assert after == resumed
-    else:
-        numpy.testing.assert_allclose(numpy.mean(resumed, axis=0), numpy.mean(after, axis=0), rtol=2e-5)
+        return
+    after, resumed = numpy.mean(after, axis=0), numpy.mean(resumed, axis=0)
+    numpy.testing.assert_allclose(resumed[0], after[0], rtol=2e-5)
+    numpy.testing.assert_allclose(resumed, after, rtol=2e-5 if dtype == "float32" else 2**-11)
 
 
 @pytest.mark.parametrize("source, target", SOME, ids=[f"N{a}-stage{b}-to-N{c}-stage{d}" for (a, b), (c, d) in SOME])
@@ -63,9 +71,8 @@ def test_all_pairs(groups, tmp_path, ranks, dtype):
     for others in (1, 2, 3, 4):
         pairs = list(itertools.product(range(4), STAGES))
         resumed = groups(others).run(on_ranks.all_loads, [(folders[k], stage) for k, stage in pairs], dtype=dtype, deadline=300)
-        if dtype == "float32" or ranks == others:
-            for at, (k, _) in enumerate(pairs):
-                compare([rank[k] for rank in after], [rank[at] for rank in resumed], ranks, others)
+        for at, (k, _) in enumerate(pairs):
+            compare([rank[k] for rank in after], [rank[at] for rank in resumed], ranks, others, dtype)
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float64"))
@@ -125,6 +132,11 @@ def test_damaged_weights_change_nothing(groups, tmp_path, stage):
 @pytest.mark.parametrize("stage", (1, 3))
 def test_loss_scale_goes_on(groups, tmp_path, stage):
     assert groups(2).run(on_ranks.loss_scale, str(tmp_path), stage) == [8.0, 8.0]
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_loss_scales_of_other_settings(groups, tmp_path, stage):
+    groups(2).run(on_ranks.loss_scales, str(tmp_path), stage)
 
 
 @pytest.mark.parametrize("stage", (2, 3))

@@ -15,8 +15,9 @@ import rank_convert
 import torch
 from ranks import RankGroup, rank_groups
 
-from zero_c.convert import _allowed, _source
+from zero_c.convert import _allowed, _source, deepspeed
 from zero_c.convert.__main__ import main
+from zero_c.torch._scale import LossScale
 
 BUFFERS, SHARED = ("places", "shift"), {"head.weight": "embedding.weight"}
 SCALER = {"cur_iter": 7, "last_overflow_iter": 2, "scale_factor": 2.0, "scale_window": 1000, "min_scale": 1,
@@ -78,14 +79,15 @@ def write_deepspeed(folder, known, dtype="float32", stage=2, ranks=3, prefix="",
     state = known["state"]
     module = {prefix + name: as_tensor(value) for name, value in known["weights"].items()}
     values = {prefix + name: as_tensor(entry["master"]) if "master" in entry else module[prefix + name] for name, entry in state.items()}
-    moments = {role: {prefix + name: as_tensor(entry[role]) for name, entry in state.items()} for role in ("exp_avg", "exp_avg_sq")}
+    roles = [role for role in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if role in next(iter(state.values()))]
+    moments = {role: {prefix + name: as_tensor(entry[role]) for name, entry in state.items()} for role in roles}
     # as torch's AdamW has them
     options = [{**group, "betas": tuple(group["betas"]), "fused": None, "decoupled_weight_decay": True} for group in known["groups"]]
     names = [[name for name in values if values[name].dim() > 1], [name for name in values if values[name].dim() <= 1]]
     how = {"buffers": [prefix + name for name in BUFFERS], "shared": {prefix + a: prefix + b for a, b in SHARED.items()}, **how}
+    how = {"scaler": SCALER | {"cur_scale": known["loss_scale"]["value"]} if dtype == "float16" else None, **how}
     return foreign_deepspeed.write(folder, stage=stage, ranks=ranks, groups=list(zip(options, names, strict=True)), values=values,
-                                   moments=moments, module=module, steps=int(next(iter(state.values()))["step"]),
-                                   scaler=SCALER | {"cur_scale": known["loss_scale"]["value"]} if dtype == "float16" else None, **how)
+                                   moments=moments, module=module, steps=int(next(iter(state.values()))["step"]), **how)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -104,6 +106,30 @@ def test_deepspeeds_layout(groups, trained, tmp_path, stage, dtype):
         assert found["groups"] == known["groups"]
         assert found["losses"] == known["losses"]
         assert found["loss_scale"] == known["loss_scale"] | ({"good": 4} if dtype == "float16" else {})
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_amsgrad(groups, tmp_path, stage):
+    """The largest second moment comes too, and the option with it."""
+    first, second = groups(2).run(rank_convert.train, "float32", amsgrad=True)
+    convert("deepspeed", write_deepspeed(tmp_path / "source", first, stage=stage), tmp_path / "dest")
+    for found, known in zip(groups(2).run(rank_convert.resume, str(tmp_path / "dest"), "float32", stage), (first, second), strict=True):
+        assert all(group["amsgrad"] for group in found["groups"])
+        for name, entry in known["state"].items():
+            assert "max_exp_avg_sq" in entry and found["state"][name].keys() == entry.keys()
+            for role, value in entry.items():
+                same(found["state"][name][role], value, f"{role} of {name}")
+        assert found["losses"] == known["losses"]
+
+
+def test_a_source_without_a_dynamic_scale(groups, trained, tmp_path):
+    """The target's starts anew, as after a checkpoint of zero_c without one."""
+    convert("deepspeed", write_deepspeed(tmp_path / "source", trained("float16")[0], "float16", scaler={}), tmp_path / "dest")
+    for found in groups(2).run(rank_convert.resume, str(tmp_path / "dest"), "float16", 2, 0):
+        assert found["loss_scale"] == LossScale("dynamic").state_dict()
+    static = _allowed.Attributes()
+    static.cur_scale, static.dynamic = 128.0, False
+    assert deepspeed.loss_scale_of({"loss_scaler": static}) == deepspeed.loss_scale_of({}) == LossScale(None).state_dict()
 
 
 @pytest.mark.parametrize("stage, ranks", [(2, 1), (2, 64), (3, 1), (3, 5)])

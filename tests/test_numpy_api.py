@@ -342,6 +342,19 @@ def test_wrong_calls_change_nothing(alone):
     assert array.tolist() == [[-1] * 3] * 2
 
 
+def test_loss_scale_of_a_checkpoint(alone, tmp_path):
+    """A number comes back, as the program may have adapted it; that there was none changes nothing."""
+    plain, scaled, adapted = (zero_c.ShardedOptimizer([np.zeros(3, np.float32)], loss_scale=scale) for scale in (None, 8.0, 16.0))
+    plain.save(tmp_path / "plain")
+    scaled.load(tmp_path / "plain")
+    assert scaled.loss_scale == 8.0
+    adapted.loss_scale = 2.0
+    adapted.save(tmp_path / "adapted")
+    scaled.load(tmp_path / "adapted")
+    plain.load(tmp_path / "adapted")
+    assert scaled.loss_scale == 2.0 and plain.loss_scale is None
+
+
 def test_communicator_closed_too_early(alone):
     array = np.zeros(3, np.float32)
     opt = zero_c.ShardedOptimizer([array])

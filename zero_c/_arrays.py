@@ -254,7 +254,7 @@ class ShardedOptimizer:
         self._close_round()
         manifest = _loading.load(self._engine, self.comm, path, self._stage == 0, self.param_groups, self._optimizer,
                                  _checkpoint.like, self._entries, self._core_groups)
-        if self.loss_scale is not None:
+        if self.loss_scale is not None and manifest["loss_scale"].get("dynamic") is True:
             self.loss_scale = manifest["loss_scale"]["value"]
         self.last_step.steps = manifest["steps"]
         self._write_back()
@@ -272,7 +272,8 @@ class ShardedOptimizer:
     def _describe_all(self):
         groups = [({key: value for key, value in group.items() if key != "params"}, len(group["params"]))
                   for group in self.param_groups]
-        scale = {"value": self._scale(), "good": 0, "floored": 0}
+        # A number is one that the program may adapt as it trains.
+        scale = {"dynamic": self.loss_scale is not None, "value": self._scale(), "good": 0, "floored": 0}
         return self._entries(), _checkpoint.about(self._optimizer, groups, scale, self.last_step.steps, self._stage, self.comm)
 
     # ---- helpers ---------------------------------------------------------

@@ -18,7 +18,6 @@ import torch
 import zero_c
 from zero_c import _blocks, _checkpoint, _options, _saving
 from zero_c._core import CheckpointError
-from zero_c.torch._scale import LossScale
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # What torch's groups say about how, not what, is computed.
@@ -198,11 +197,6 @@ def options_of(group, optimizer, number):
         return {key: _checkpoint.plain(value, f"group {number}: '{key}'") for key, value in options.items()}
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"group {number} of the source: {error}") from None
-
-
-def fresh_loss_scale():
-    """Of a target whose loss scale is dynamic, if the source has none."""
-    return LossScale("dynamic").state_dict()
 
 
 def default_frozen_group(given, groups):

@@ -28,6 +28,7 @@ import torch.distributed.checkpoint as checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zero_c._core import CheckpointError
+from zero_c.torch._scale import LossScale
 
 from . import _allowed, _source
 
@@ -120,7 +121,7 @@ def read(folder, given):
     for tensor in tensors:
         check_moments(folder, tensor, tensor.group is not None and amsgrad[tensor.group])
     source.finish(tensors, groups, _source.optimizer_of(groups, None, given), _source.default_frozen_group(given, groups),
-                  _source.fresh_loss_scale(), f"torch.distributed.checkpoint, torch {torch.__version__} reading")
+                  LossScale(None).state_dict(), f"torch.distributed.checkpoint, torch {torch.__version__} reading")
     return source
 
 

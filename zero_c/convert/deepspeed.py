@@ -265,14 +265,13 @@ def optimizer_of_config(config):
 
 
 def loss_scale_of(state):
-    """In the form of LossScale.state_dict() of zero_c/torch/_scale.py."""
+    """In the form of LossScale.state_dict() of zero_c/torch/_scale.py; a scale that is always the same is the target's own."""
     scaler = state.get("loss_scaler")
     found = vars(scaler) if isinstance(scaler, _allowed.Attributes) else {}
     if "scale_window" not in found:
-        return _source.fresh_loss_scale() if found.get("cur_scale", 1.0) == 1.0 else {
-            "value": float(found["cur_scale"]), "good": 0, "floored": 0}
+        return LossScale(None).state_dict()
     good = (found["cur_iter"] - found["last_overflow_iter"] - 1) % found["scale_window"]
-    return {"value": float(found["cur_scale"]), "good": min(int(good), LossScale.INTERVAL - 1), "floored": 0}
+    return {"dynamic": True, "value": float(found["cur_scale"]), "good": min(int(good), LossScale.INTERVAL - 1), "floored": 0}
 
 
 # ---- where parameters are -------------------------------------------------------

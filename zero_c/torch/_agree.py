@@ -36,7 +36,7 @@ def plain(value):
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
-def compare(comm, what, lines):
+def compare(comm, what, lines, same="model, groups and options"):
     """Raises Mismatch on every rank, naming the first difference, unless all ranks pass the same lines."""
     text = "\n".join(lines).encode()
     digest = numpy.frombuffer(hashlib.sha256(text).digest(), numpy.uint8)
@@ -50,7 +50,7 @@ def compare(comm, what, lines):
               min(len(first), len(second)))
     sides = [lines[at] if at < len(lines) else "nothing more" for lines in (first, second)]
     raise zero_c.Mismatch(f"{what}: ranks disagree. Rank 0 has: {sides[0]}. Rank {other} has: {sides[1]}. Every rank "
-                          f"must pass the same model, groups and options")
+                          f"must pass the same {same}")
 
 
 def checked(comm, what, make):

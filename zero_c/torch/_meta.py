@@ -13,9 +13,12 @@ the CPU.  Every rank draws all values, so that generators stay alike; rank 0's
 count.
 """
 
+from reprlib import repr as shown  # short, whatever a file holds
+
 import torch
 
-import zero_c
+from zero_c._checkpoint import collective
+from zero_c._core import CheckpointError
 
 from ._arguments import dense_strides
 from ._guard import nan_guard
@@ -85,27 +88,46 @@ class Files:
             from safetensors import safe_open
         except ImportError as error:
             raise ImportError("weights= reads safetensors files: pip install safetensors") from error
-        self._files = [safe_open(str(path), framework="pt", device="cpu") for path in paths]
-        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+        self._where = {}
+        for path in paths:
+            file = safe_open(str(path), framework="pt", device="cpu")
+            for name in file.keys():  # noqa: SIM118
+                if name in self._where:
+                    raise CheckpointError(f"'{name}' is in two of the files; give those of one model")
+                self._where[name] = file
 
     def __contains__(self, name):
         return name in self._where
 
     def check(self, module):
-        """Shapes of all that the module has, too."""
-        for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
-            shape = tuple(self._where[name].get_slice(name).get_shape()) if name in self else tuple(tensor.shape)
-            if shape != tuple(tensor.shape):
-                raise zero_c.CheckpointError(f"weights: '{name}' is {shape} in the file and {tuple(tensor.shape)} in the "
-                                             f"model")
+        """The files hold the module or a part of it, and nothing else, in its shapes."""
+        tensors = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
+        strange = next((name for name in self._where if name not in tensors), None)
+        if strange is not None or not self._where:
+            fault = f"{shown(strange)} of the files is not in the model" if self._where else "the files have no tensor"
+            ours, theirs = (", ".join(list(names)[:3]) or "none" for names in (tensors, self._where))
+            raise CheckpointError(f"{fault}. Names of the files begin with: {theirs}; those of the model with: {ours}. Write a file with the "
+                                  f"model's names (without a prefix such as 'module.', and without tensors that it has not); what the "
+                                  f"file leaves out is initialised")
+        for name, file in self._where.items():
+            tensor, found = tensors[name], file.get_slice(name)
+            if tuple(found.get_shape()) != tuple(tensor.shape):
+                raise CheckpointError(f"'{name}' is {tuple(found.get_shape())} in the file and {tuple(tensor.shape)} in the model")
+            if tensor.is_floating_point() and not found.get_dtype().startswith(("F", "BF")):
+                raise CheckpointError(f"'{name}' is {found.get_dtype()} in the file and {str(tensor.dtype).removeprefix('torch.')} in the "
+                                      f"model; whole numbers (of a quantised model?) are no weights as they are")
 
     def read(self, name, like):
         """The tensor, in the dtype of `like`."""
         return self._where[name].get_tensor(name).to(like.dtype)
 
 
-def open_files(weights, module):
-    """The files of `weights`, a path or several, checked against the module."""
+def open_files(comm, weights, module):
+    """The files of `weights`, a path or several, checked against the module: on rank 0, whose error all raise. Collective."""
+    return collective(comm, "weights=", lambda: open_here(weights, module) if comm.rank == 0 else None)
+
+
+def open_here(weights, module):
     if isinstance(weights, (str, bytes)) or hasattr(weights, "__fspath__"):
         weights = [weights]
     files = Files([path.decode() if isinstance(path, bytes) else path for path in weights])
@@ -127,7 +149,7 @@ class Filler:
 
     def __init__(self, engine, comm, units, index, strides, replaced, weights, files, init):
         self.engine, self.comm, self.units, self.index, self.strides = engine, comm, units, index, strides
-        self.init = init
+        self.replaced, self.init = replaced is not None, init
         self.empty = set(replaced.strides) | replaced.buffers if replaced is not None else set()
         self.names = {}  # id(parameter or buffer) -> all its names in the model
         for module_name, part in units[0].module.named_modules(remove_duplicate=False):
@@ -191,10 +213,16 @@ class Filler:
         self.loaded |= {id(parameter) for parameter in members}
 
     def _load(self, parameter):
-        values = None
-        if self.comm.rank == 0:
-            values = flat(self.files.read(self.saved[id(parameter)], parameter), self.strides[id(parameter)])
-        self.engine.load_param(self.index[id(parameter)], values)
+        values = self._read(parameter)
+        self.engine.load_param(self.index[id(parameter)], None if values is None else flat(values, self.strides[id(parameter)]))
+
+    def _read(self, tensor):
+        """What the files have of it, on rank 0; None on the others. An error of the files is that of all. Collective."""
+        def read():
+            return self.files.read(self.saved[id(tensor)], tensor) if self.comm.rank == 0 else None
+
+        gone = "" if self.replaced else " (the module's own values are gone: build it anew)"
+        return collective(self.comm, f"weights=, '{self._name(tensor)}'{gone}", read)
 
     def _module(self, module, inside=None):
         """Initialises a module and what is below it, children first."""
@@ -208,8 +236,10 @@ class Filler:
             self._module(child)
         own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
         for buffer in module._buffers.values():
-            if buffer is not None and id(buffer) in self.saved and self.comm.rank == 0:
-                buffer.copy_(self.files.read(self.saved[id(buffer)], buffer))
+            if buffer is not None and id(buffer) in self.saved:
+                values = self._read(buffer)
+                if values is not None:
+                    buffer.copy_(values)
         fresh = [tensor for tensor in own if id(tensor) in self.empty and id(tensor) not in self.saved]
         if not fresh:
             return

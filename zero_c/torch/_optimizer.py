@@ -13,7 +13,7 @@ import zero_c
 from zero_c import _core, _gpu, _options, _profile, _saving, _weights_file
 from zero_c._last_step import LastStep
 
-from . import _agree, _arguments, _checkpoint, _foreign, _join, _meta, _overlap, _place, _stage3, _state, _units
+from . import _agree, _arguments, _checkpoint, _foreign, _join, _meta, _overlap, _place, _stage3, _state, _state_loading, _units
 from ._scale import LossScale, is_positive
 
 
@@ -34,7 +34,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 and their backward; by default the children of the longest ModuleList or Sequential. What is in no unit
                 belongs to the root, which stays gathered until the step. With overlap_gather: whose are waited for together
     prefetch    stage 3: how many units to gather ahead of their use; each takes memory for one more unit
-    weights     stage 3: path, or paths, of safetensors files with values for the module's parameters and buffers
+    weights     stage 3: path, or paths, of safetensors files with values for the module's parameters and buffers, under
+                the module's names; rank 0 reads them. What they leave out is initialised, and what they have beyond is an error
     init        stage 3, of a module on the meta device: a function that initialises the parameters and buffers of one
                 module (not of its children), called for each; by default their reset_parameters()
     shared_params   parameters live once per host
@@ -79,20 +80,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             called = _units.choose(whole, units) if overlap_gather else None
             if init is not None and not _meta.is_on_meta(whole):
                 raise ValueError("init= initialises what is on the meta device, and nothing of this module is; leave it out")
-            files = _meta.open_files(weights, whole) if weights is not None and self._comm.rank == 0 else None
             settings = {"stage": stage, "optimizer": optimizer, "max_grad_norm": max_grad_norm,
                         "loss_scale": loss_scale, "skip_nonfinite": skip_nonfinite, "reduce_op": reduce_op,
                         "bucket_mb": bucket_mb, "shared_params": bool(shared_params), "prefetch": prefetch,
-                        "overlap_gather": overlap_gather}
+                        "overlap_gather": overlap_gather, "weights given": weights is not None}
             lines = _agree.describe([{**defaults, **group} for group in groups], names, settings)
             if whole is not None:
                 lines += [_agree.describe_tensor(f"buffer '{name}'", buffer) for name, buffer in whole.named_buffers()]
             if layout is not None:
                 lines += [f"{unit!r}: " + ", ".join(name for name, _ in unit.members) for unit in layout]
-            return lines, (defaults, groups, names, whole, scale, layout, called, files, device)
+            return lines, (defaults, groups, names, whole, scale, layout, called, device)
 
-        defaults, groups, names, whole, self._scale, layout, called, files, device = _agree.checked(
+        defaults, groups, names, whole, self._scale, layout, called, device = _agree.checked(
             self._comm, "construction of ShardedOptimizer", prepare)
+        files = _meta.open_files(self._comm, weights, whole) if weights is not None else None
         if device.type == "cuda":
             self._comm = _gpu.communicator(self._comm, device.index, deterministic)
         replaced = None
@@ -432,9 +433,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return array.as_strided(parameter.shape, strides) if parameter.numel() else array.view(parameter.shape)
 
     def _write(self, index, parameter, role, value):
+        """A tensor of the parameter's shape; None: zeros."""
         wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        value = torch.as_tensor(value).detach().to("cpu", wide).expand(parameter.shape)
-        whole = torch.empty_strided(parameter.shape, self._managed[index][2][3], dtype=wide).copy_(value)
+        whole = torch.empty_strided(parameter.shape, self._managed[index][2][3], dtype=wide)
+        if value is None:
+            whole.zero_()
+        else:
+            whole.copy_(value.detach())
         self._engine.write(index, role, _place.flat(whole, whole.stride()).numpy())
 
     # ---- the step ------------------------------------------------------------
@@ -589,11 +594,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.state[parameter] = _state.ParamState(self._engine, index,
                                                           _state.views(self._engine, index, names))
 
-    def _numbered(self):
-        """(number in torch's state dicts, engine's index, parameter, names of its state) of all trained parameters."""
+    def _numbered(self, options=None):
+        """(number in torch's state dicts, engine's index, parameter, names of its state) of all trained parameters.
+
+        options: those of each group, where the state that others call for is meant.
+        """
         found, number = [], 0
-        for group in self.param_groups:
-            names = _state.roles_of(self._optimizer, group)
+        for group, own in zip(self.param_groups, options or self.param_groups, strict=True):
+            names = _state.roles_of(self._optimizer, own)
             for tensor in group["params"]:
                 if id(tensor) in self._index:
                     found.append((number, self._index[id(tensor)], tensor, names))
@@ -722,7 +730,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             hook(self)
         state = _state.local_state(self)
         for hook in self._optimizer_state_dict_post_hooks.values():
-            state = hook(self, state) or state
+            result = hook(self, state)
+            state = state if result is None else result
         return state
 
     def full_state_dict(self, rank=None):
@@ -752,13 +761,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         """Takes what state_dict() or full_state_dict() gave, or the state dict of a plain torch optimizer. Collective.
 
-        ValueError if groups differ; zero_c.CheckpointError if a local state is of other ranks, stage or bucket size.
+        Parameters go by their place in the groups, and options come with the state, as in torch. A whole state must be the
+        same on all ranks; of parameters that are frozen here it is left out. zero_c.CheckpointError on all ranks, and nothing
+        is changed, if on any of them something is missing or does not fit: groups, shapes, the optimizer, or, of a local
+        state, ranks, stage or bucket size. zero_c.Mismatch if ranks load different states.
         """
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
-        self._refresh_written()  # weights that were loaded before this must not displace masters later
-        _state.unpack_groups(self.param_groups, state_dict["param_groups"])
-        (_state.load_local if "zero_c" in state_dict else _state.load_full)(self, state_dict)
+        _state_loading.load(self, state_dict)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 

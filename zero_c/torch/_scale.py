@@ -39,11 +39,16 @@ class LossScale:
         return self.floored >= SKIPS_AT_FLOOR
 
     def state_dict(self):
-        return {"value": self.value, "good": self.good, "floored": self.floored}
+        return {"dynamic": self.dynamic, "value": self.value, "good": self.good, "floored": self.floored}
 
     def load_state_dict(self, state):
-        if self.dynamic:
+        """A dynamic scale goes on where a dynamic one was; after any other, which found nothing out, it starts anew."""
+        if not self.dynamic:
+            return
+        if state.get("dynamic") is True:
             self.value, self.good, self.floored = float(state["value"]), int(state["good"]), int(state["floored"])
+        else:
+            self.value, self.good, self.floored = self.START, 0, 0
 
 
 def is_positive(value):

@@ -1,10 +1,10 @@
-"""Optimizer state as dicts: what torch shows in `opt.state`, local state dicts, and torch's own full form."""
+"""Optimizer state as dicts: what torch shows in `opt.state`, local state dicts, and torch's own full form.
+
+_state_loading.py takes them back.
+"""
 
 import torch
 
-import zero_c
-
-from ._arguments import options_of
 from ._place import as_tensor
 
 # torch's names of what the engine keeps for a parameter, by rule.
@@ -72,18 +72,6 @@ def pack_groups(param_groups):
     return packed
 
 
-def unpack_groups(param_groups, saved):
-    """Takes the saved options of each group; parameters stay."""
-    if len(saved) != len(param_groups):
-        raise ValueError(f"the loaded state has {len(saved)} parameter groups, the optimizer has {len(param_groups)}")
-    for number, (group, other) in enumerate(zip(param_groups, saved, strict=True)):
-        if len(group["params"]) != len(other["params"]):
-            raise ValueError(f"group {number} of the loaded state has {len(other['params'])} parameters, the "
-                             f"optimizer's has {len(group['params'])}")
-    for group, other in zip(param_groups, saved, strict=True):
-        group.update(options_of(other))
-
-
 def kept(parameter, names):
     """Names of all that the engine keeps for a parameter: its state and, for 16-bit types, its master."""
     return (*names, "master") if parameter.dtype in (torch.bfloat16, torch.float16) else names
@@ -107,29 +95,6 @@ def local_state(opt):
         state[number] = entry
     header = {**layout(opt), "loss_scale": opt._scale.state_dict(), "steps": opt.last_step.steps}
     return {"state": state, "param_groups": pack_groups(opt.param_groups), "zero_c": header}
-
-
-def load_local(opt, state):
-    header = state["zero_c"]
-    for key, value in layout(opt).items():
-        if header[key] != value:
-            raise zero_c.CheckpointError(f"this is the local state of {key} {header[key]}, and here {key} is {value}; "
-                                         f"between different ranks, stages or bucket sizes use full_state_dict()")
-    numbered = opt._numbered()
-    for number, index, parameter, names in numbered:
-        saved = state["state"][number]
-        for name, view in views(opt._engine, index, kept(parameter, names)).items():
-            if name not in saved or saved[name].shape != view.shape:
-                raise zero_c.CheckpointError(f"parameter '{opt._managed[index][0]}': the loaded state has "
-                                             f"{name} {tuple(saved[name].shape) if name in saved else 'not at all'}, "
-                                             f"this rank's part is {tuple(view.shape)}")
-    for number, index, parameter, names in numbered:
-        saved = state["state"][number]
-        for name, view in views(opt._engine, index, kept(parameter, names)).items():
-            view.copy_(saved[name])
-        opt._engine.set_step_count(index, int(saved["step"]), bool(saved.get("has_momentum", False)))
-    opt._scale.load_state_dict(header["loss_scale"])
-    opt.last_step.steps = header["steps"]
 
 
 def full_state(opt, rank=None):
@@ -167,15 +132,3 @@ def full_model_state(opt, rank=None):
             if wanted:
                 state[f"{prefix}.{key}" if prefix else key] = values[id(tensor)]
     return state
-
-
-def load_full(opt, state):
-    """torch.optim's form, from here or from a plain torch optimizer (whose state has no masters)."""
-    for number, index, parameter, names in opt._numbered():
-        saved = state["state"].get(number, {})
-        for name in names:
-            value = saved.get(name)
-            opt._write(index, parameter, name, torch.zeros(()) if value is None else value)
-        if saved.get("master") is not None:
-            opt._write(index, parameter, "master", saved["master"])
-        opt._engine.set_step_count(index, int(saved.get("step", 0)), saved.get("momentum_buffer") is not None)

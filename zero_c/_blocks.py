@@ -172,9 +172,11 @@ class Blocks:
             offset, view = int(lines["offset"][k]), self._memory[:int(lines["bytes"][k])]
             read_into(file, offset, view, name)
             if checksum(view) != tuple(map(int, lines["sums"][k])):
-                tensor = pieces[int(numpy.searchsorted(ends, offset, "right"))][2]
-                raise CheckpointError(f"{name}: bytes {offset} to {offset + len(view)} are not what was written (tensor "
-                                      f"'{tensor}'); the file is damaged")
+                first = pieces[numpy.searchsorted(ends, offset, "right")][2]
+                last = pieces[numpy.searchsorted(firsts, offset + len(view), "left") - 1][2]
+                where = f"tensor '{first}'" if first == last else f"tensors '{first}' to '{last}'"
+                raise CheckpointError(f"{name}: bytes {offset} to {offset + len(view)} are not what was written ({where}); the file "
+                                      f"is damaged")
 
 
 class Reader:

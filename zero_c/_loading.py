@@ -71,7 +71,9 @@ class Loading:
         table_file, table_name, size = self._open(manifest["files"]["blocks"])
         blocks = _blocks.Blocks([(file, name, first, size) for (file, name, size), first in zip(opened, first_bytes, strict=True)],
                                 read_table(table_file, table_name, manifest["files"]["blocks"]["parts"]), table_name)
-        self._pieces = [[(item, begin, end) for item in items for begin, end in self._wanted(item)] for items in self._items]
+        # In the order of the file, which is that of the engine that wrote it.
+        self._pieces = [sorted(((item, begin, end) for item in items for begin, end in self._wanted(item)), key=lambda piece: bytes_of(*piece))
+                        for items in self._items]
         for number, pieces in enumerate(self._pieces):
             blocks.check(number, [(*bytes_of(*piece), piece[0].name) for piece in pieces])
 

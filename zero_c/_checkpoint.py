@@ -115,14 +115,9 @@ def collective(comm, what, call):
         kept = error
         kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
         text = f"{what}, rank {comm.rank}: {kind}{error}".encode(errors="replace")
-    record = numpy.zeros(1024, numpy.uint8)
-    text = text[:len(record)]
-    record[:len(text)] = numpy.frombuffer(text, numpy.uint8)
-    records = comm.all_gather(record).reshape(comm.world_size, -1)
-    for rank, other in enumerate(records):
-        if other[0]:
-            message = bytes(other).rstrip(b"\0").decode(errors="replace")
-            raise CheckpointError(message) from (kept if rank == comm.rank else None)
+    for rank, other in enumerate(all_texts(comm, text)):
+        if other:
+            raise CheckpointError(other.decode()) from (kept if rank == comm.rank else None)
     return result
 
 

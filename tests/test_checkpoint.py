@@ -17,7 +17,7 @@ import pytest
 import rank_checkpoint
 from ranks import RankGroup, python_path, rank_groups
 
-from zero_c import _blocks
+from zero_c import _blocks, _loading
 from zero_c._core import checksum
 
 RULES = {"adamw": {}, "amsgrad": {"rule": "adam", "amsgrad": True}, "momentum": {"rule": "sgd"},
@@ -229,12 +229,15 @@ def test_what_is_behind_4_gib():
         for offset, block in data.items():
             _blocks.write_exactly(sparse.fileno(), offset, block)
         blocks = _blocks.Blocks([(sparse.fileno(), "sparse", first, size)], table, "table")
-        pieces = [((4 << 30) - 10, (4 << 30) + 10, "before"), ((4 << 30) + (1 << 20) + 90, size - 5, "behind")]
-        blocks.check(0, pieces)
+        pieces = numpy.zeros(2, _loading.PIECE)
+        pieces["item"], pieces["elem_bytes"] = [0, 1], 2
+        pieces["first"], pieces["last"] = [(4 << 30) - 10, (4 << 30) + (1 << 20) + 90], [(4 << 30) + 10, size - 6]
+        blocks.check_edges(0, pieces)
+        assert [(offset, bytes(view)) for offset, view in blocks.read(0, pieces, ["before", "behind"])] == list(data.items())
         assert bytes(_blocks.read_exactly(sparse.fileno(), (4 << 30) - 1, 2, "sparse")) == b"\1\2"
         _blocks.write_exactly(sparse.fileno(), (4 << 30) + (2 << 20), b"x")
         with pytest.raises(_blocks.CheckpointError, match=f"bytes {(4 << 30) + (2 << 20)} to {size} .*'behind'"):
-            blocks.check(0, pieces)
+            list(blocks.read(0, pieces, ["before", "behind"]))
 
 
 def test_long_names_are_told(groups, tmp_path):

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy
 
 import zero_c
-from zero_c import _blocks, _checkpoint, _saving
+from zero_c import _blocks, _checkpoint, _loading, _saving
 
 SIZES = [("w", (70, 11), "f4"), ("scalar", (), "f4"), ("none", (0, 3), "f4"), ('a/b "c" ü', (129,), "f4"),
          ("double", (7,), "f8"), ("half", (33,), "f2"), ("late", (5,), "f4")]
@@ -605,6 +605,70 @@ def unnamed(opt, folder, state, comm=None):
                 wrong.append(f"{path.name} {name}: {text}")
     opt.load(folder)
     return wrong, tried
+
+
+def changes_between_readings(folder, kind):
+    """A byte of rank 1's parts is another when a load reads it for the second time: the error, and whether a load mends it."""
+    opt, other = build(zero_c.init()), build(zero_c.init(), seed=4)
+    opt.save(folder)
+    path = next(Path(folder).glob(f"{kind}-*"))
+    with open(path, "rb") as file:
+        _, _, first, end = _blocks.read_header(file.fileno(), str(path))["w" if kind == "weights" else "exp_avg_sq/w"]
+    real = _loading.Loading.apply
+
+    def apply(self):
+        opt.comm.barrier()
+        with flipped(path, end - 2) if opt.comm.rank == 0 else contextlib.nullcontext():
+            opt.comm.barrier()
+            try:
+                real(self)
+            finally:
+                opt.comm.barrier()
+
+    _loading.Loading.apply = apply
+    try:
+        text = error_of(lambda: other.load(folder))
+    finally:
+        _loading.Loading.apply = real
+    other.load(folder)
+    return text, digest(everything(other)) == digest(everything(opt))
+
+
+def other_places(folder, what):
+    """A checkpoint whose header or table has right sums and says what zero_c does not write: blocks that end inside an element,
+    or two tensors at one place; the error, and whether anything changed.
+    """
+    comm = zero_c.init()
+    opt, other = build(comm, groups=1, sizes=[("a", (300,), "f4"), ("b", (300,), "f4")]), None
+    opt.save(folder)
+    if comm.rank == 0:
+        path = Path(folder) / _checkpoint.MANIFEST
+        manifest = _checkpoint.unseal(path.read_bytes(), path)
+        files = manifest["files"]
+        weights, table = (Path(folder) / files[kind]["name"] for kind in ("weights", "blocks"))
+        data = bytearray(weights.read_bytes())
+        length = int.from_bytes(data[:8], "little")
+        if what == "edges":
+            size, start = len(data), 8 + length
+            with open(table, "rb") as file:
+                lines = _loading.read_table(file.fileno(), str(table), files["blocks"]["parts"])
+            cut = [start, start + 1202, size]
+            own = [(0, end - begin, begin, _blocks.checksum(data[begin:end])) for begin, end in zip(cut, cut[1:])]
+            lines = numpy.concatenate([numpy.array(own, _blocks.LINE), lines[lines["file"] == 1]])
+            header, _, files["blocks"]["bytes"] = _blocks.plan_file([("blocks", "uint8", (len(lines), _blocks.LINE.itemsize))], {})
+            table.write_bytes(header + lines.tobytes())
+            files["blocks"]["parts"] = [[len(lines), *_blocks.checksum(lines.tobytes())]]
+        else:
+            header = json.loads(data[8:8 + length])
+            header["a"]["data_offsets"] = header["b"]["data_offsets"] = [0, 1200]
+            data[8:8 + length] = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+            weights.write_bytes(data)
+            files["weights"]["header"] = [8 + length, *_blocks.checksum(data[:8 + length])]
+        path.write_bytes(_checkpoint.seal(manifest))
+    comm.barrier()
+    other = build(comm, groups=1, sizes=[("a", (300,), "f4"), ("b", (300,), "f4")], seed=4)
+    before = digest(everything(other))
+    return error_of(lambda: other.load(folder)), digest(everything(other)) == before
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import pytest
 import rank_checkpoint
 from ranks import RankGroup, python_path, rank_groups
 
+import zero_c
 from zero_c import _blocks, _loading
 from zero_c._core import checksum
 
@@ -238,6 +239,37 @@ def test_what_is_behind_4_gib():
         _blocks.write_exactly(sparse.fileno(), (4 << 30) + (2 << 20), b"x")
         with pytest.raises(_blocks.CheckpointError, match=f"bytes {(4 << 30) + (2 << 20)} to {size} .*'behind'"):
             list(blocks.read(0, pieces, ["before", "behind"]))
+
+
+@pytest.mark.parametrize("kind", ("weights", "state"))
+def test_a_file_that_changes_between_the_two_readings(groups, tmp_path, kind):
+    """What is taken is what was checked, or the error says that the load is half done."""
+    outcomes = groups(2).run(rank_checkpoint.changes_between_readings, str(tmp_path / "here"), kind)
+    assert "half done" in told(outcomes) and "'w'" in told(outcomes).replace("exp_avg_sq/", ""), told(outcomes)
+    assert [mended for _, mended in outcomes] == [True, True]
+
+
+@pytest.mark.parametrize("what, words", [("edges", "a block ends inside an element"), ("overlap", "two tensors share bytes")])
+def test_places_that_zero_c_does_not_write(groups, tmp_path, what, words):
+    outcomes = groups(2).run(rank_checkpoint.other_places, str(tmp_path / "here"), what)
+    assert words in told(outcomes) and "half done" not in told(outcomes)
+    assert [unchanged for _, unchanged in outcomes] == [True, True]
+
+
+def test_lines_of_parts_must_fit():
+    with zero_c.init(0, 1) as comm:
+        opt = zero_c.ShardedOptimizer([("w", numpy.zeros(10, "f4"))], comm=comm)
+        room = bytes(range(40))
+        for line in ([1, 0, 1, 0], [-1, 0, 1, 0], [0, -1, 1, 0], [0, 5, 4, 0], [0, 0, 11, 0], [0, 0, 10, 1], [0, 0, 1, 41], [0, 0, 1, -4],
+                     [0, 0, 1, 37], [0, 0, 2**62, 0]):
+            with pytest.raises(ValueError, match="they must fit"):
+                opt._engine.write_parts("weight", numpy.array([[0, 0, 10, 0], line]), room)
+        with pytest.raises(ValueError, match="no lines"):
+            opt._engine.write_parts("weight", b"12345", room)
+        assert not opt.param(0).any()
+        opt._engine.write_parts("weight", numpy.array([[0, 4, 10, 16], [0, 0, 4, 0]]), room)
+        assert opt.param(0).tobytes() == room
+        del opt
 
 
 def test_long_names_are_told(groups, tmp_path):

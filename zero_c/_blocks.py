@@ -60,10 +60,13 @@ def read_header(file, name):
         raise CheckpointError(f"{name}: {size} bytes are no safetensors file; it is damaged or another file")
     try:
         header = json.loads(read_exactly(file, 8, length, name))
-        found = {key: (entry["dtype"], tuple(entry["shape"]), *(8 + length + at for at in entry["data_offsets"]))
-                 for key, entry in header.items() if key != "__metadata__"}
-        if not all(isinstance(number, int) for _, shape, first, end in found.values() for number in (*shape, first, end)):
-            raise TypeError("a size is no integer")
+        found = {}
+        for key, entry in header.items():
+            if key != "__metadata__":
+                (first, end), shape = entry["data_offsets"], tuple(entry["shape"])
+                if not {int}.issuperset(map(type, (first, end, *shape))):
+                    raise TypeError("a size is no integer")
+                found[key] = entry["dtype"], shape, 8 + length + first, 8 + length + end
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{name}: its header is damaged ({error})") from None
     if any(not 8 + length <= first <= end <= size for _, _, first, end in found.values()):

@@ -77,7 +77,7 @@ class Loading:
         table_file, table_name, size = self._open(manifest["files"]["blocks"])
         self._blocks = _blocks.Blocks([(file, name, first, size) for (file, name, size), first in zip(opened, first_bytes, strict=True)],
                                       read_table(table_file, table_name, manifest["files"]["blocks"]["parts"]), table_name)
-        self._pieces = [self._list_pieces(items, name) for items, (_, name, _) in zip(self._items, opened, strict=True)]
+        self._pieces = [self._list_pieces(items) for items in self._items]
         for number, pieces in enumerate(self._pieces):
             self._blocks.check_edges(number, pieces)
             for _ in self._read(number):
@@ -104,8 +104,11 @@ class Loading:
             if (dtype, shape, end - item.offset) != (_blocks.DTYPES[item.dtype][0], tuple(item.entry.shape), item.bytes):
                 raise CheckpointError(f"{name}: tensor '{item.name}' is {dtype} {shape}, and the manifest says {item.dtype} "
                                       f"{tuple(item.entry.shape)}; the file is damaged or of another save")
+        places = sorted((item.offset, item.offset + item.bytes) for item in items)
+        if any(end > first for (_, end), (first, _) in zip(places, places[1:])):
+            raise CheckpointError(f"{name}: two tensors share bytes; zero_c does not write such files")
 
-    def _list_pieces(self, items, name):
+    def _list_pieces(self, items):
         """What this rank reads of a file, in its order, which is that of the engine that wrote it."""
         found = []
         for number, item in enumerate(items):
@@ -115,10 +118,7 @@ class Loading:
                 found.append((number, -1 if index is None else index, TAKEN.index(item.role), item.elem_bytes, begin, first,
                               first + (end - begin) * item.elem_bytes))
         pieces = numpy.array(found, PIECE)
-        pieces = pieces[numpy.argsort(pieces["first"])]
-        if (pieces["last"][:-1] > pieces["first"][1:]).any():
-            raise CheckpointError(f"{name}: two tensors share bytes; zero_c does not write such files")
-        return pieces
+        return pieces[numpy.argsort(pieces["first"])]
 
     def _wanted(self, item):
         """Elements of a tensor that this rank reads, as ranges."""

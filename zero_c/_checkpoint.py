@@ -28,7 +28,9 @@ locked: on one host a lock that nobody holds tells rank 0's thread that the rank
 
 A load reads the manifest on rank 0, compares it with what is there on all ranks, then
 reads every block that it needs and checks it, and only when all ranks have found all
-well does it read again, into the shards.
+well does it read again, into the shards, and check that too: a block that has changed
+meanwhile makes the load half done, which the error says. Keeping what is overwritten, to
+read once, would cost more: fresh memory is slower than the page cache.
 
 After each step the ranks tell one another whether they could do it (collective()):
 all raise the same error or none does.

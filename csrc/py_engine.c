@@ -374,8 +374,9 @@ static PyMethodDef engine_methods[] = {
      "parts(i)\n--\n\n[(begin, end), ...]: the elements of parameter i that this rank saves, and takes back."},
     {"read_part", (PyCFunction)py_engine_read_part, METH_VARARGS,
      "read_part(i, role, begin, end, buffer)\n--\n\nElements of one of the parts to a writable buffer."},
-    {"write_part", (PyCFunction)py_engine_write_part, METH_VARARGS,
-     "write_part(i, role, begin, end, buffer)\n--\n\nThe counterpart of read_part; of state, what this rank keeps."},
+    {"write_parts", (PyCFunction)py_engine_write_parts, METH_VARARGS,
+     "write_parts(role, lines, buffer)\n--\n\nElements to their places: lines of four 64-bit integers, (i, begin, end, first "
+     "byte in the buffer). Weights of this rank's parts; of state, what this rank keeps."},
     {"prepare", (PyCFunction)py_engine_prepare, METH_O,
      "prepare(groups)\n--\n\nState that these options call for exists from now on."},
     {"spread", (PyCFunction)py_engine_spread, METH_NOARGS,

@@ -135,7 +135,7 @@ PyObject *py_engine_fetch(py_engine *self, PyObject *args);
 PyObject *py_engine_store(py_engine *self, PyObject *args);
 PyObject *py_engine_parts(py_engine *self, PyObject *number);
 PyObject *py_engine_read_part(py_engine *self, PyObject *args);
-PyObject *py_engine_write_part(py_engine *self, PyObject *args);
+PyObject *py_engine_write_parts(py_engine *self, PyObject *args);
 PyObject *py_engine_prepare(py_engine *self, PyObject *groups);
 PyObject *py_engine_spread(py_engine *self, PyObject *args);
 PyObject *py_checksum(PyObject *module, PyObject *source);

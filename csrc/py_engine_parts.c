@@ -50,14 +50,7 @@ static int check_size(const py_engine *self, size_t index, zc_role role, Py_ssiz
     return -1;
 }
 
-typedef zc_status (*part_call)(zc_engine *, size_t, zc_role, size_t, size_t, void *);
-
-static zc_status write_part(zc_engine *engine, size_t index, zc_role role, size_t begin, size_t end, void *from)
-{
-    return zc_engine_write_part(engine, index, role, begin, end, from);
-}
-
-static PyObject *move_part(py_engine *self, PyObject *args, const char *format, part_call call)
+PyObject *py_engine_read_part(py_engine *self, PyObject *args)
 {
     PyObject *number, *result = NULL;
     Py_ssize_t begin, end;
@@ -67,12 +60,12 @@ static PyObject *move_part(py_engine *self, PyObject *args, const char *format, 
     size_t index;
     zc_role role;
 
-    if (!PyArg_ParseTuple(args, format, &number, &name, &begin, &end, &buffer))
+    if (!PyArg_ParseTuple(args, "Osnnw*:read_part", &number, &name, &begin, &end, &buffer))
         return NULL;
     if (py_engine_index(self, number, &index) == 0 && py_engine_role(name, &role) == 0
         && check_size(self, index, role, begin, end, &buffer) == 0 && py_engine_lock_local(self) == 0) {
         Py_BEGIN_ALLOW_THREADS
-        status = call(self->engine, index, role, (size_t)begin, (size_t)end, buffer.buf);
+        status = zc_engine_read_part(self->engine, index, role, (size_t)begin, (size_t)end, buffer.buf);
         Py_END_ALLOW_THREADS
         result = py_engine_finish(self, status);
     }
@@ -80,14 +73,62 @@ static PyObject *move_part(py_engine *self, PyObject *args, const char *format, 
     return result;
 }
 
-PyObject *py_engine_read_part(py_engine *self, PyObject *args)
+/* A line of what write_parts takes: elements [begin, end) of a parameter are in the buffer from byte `place` on. */
+typedef struct part_line {
+    int64_t index, begin, end, place;
+} part_line;
+
+/* 0, or -1 with ValueError unless all of the line is there. */
+static int check_line(const py_engine *self, const part_line *line, zc_role role, Py_ssize_t bytes)
 {
-    return move_part(self, args, "Osnnw*:read_part", zc_engine_read_part);
+    if (line->index >= 0 && (uint64_t)line->index < self->param_count) {
+        const py_param_facts *param = &self->params[line->index];
+        int64_t elem_bytes = (int64_t)zc_dtype_bytes(role == ZC_ROLE_WEIGHT ? param->dtype : zc_dtype_sum(param->dtype));
+        if (line->begin >= 0 && line->end >= line->begin && (uint64_t)line->end <= param->elems && line->place >= 0
+            && line->place <= bytes && line->end - line->begin <= (bytes - line->place) / elem_bytes)
+            return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "elements %lld to %lld of parameter %lld of %zu at byte %lld of a buffer of %zd bytes; they "
+                                   "must fit", (long long)line->begin, (long long)line->end, (long long)line->index,
+                 self->param_count, (long long)line->place, bytes);
+    return -1;
 }
 
-PyObject *py_engine_write_part(py_engine *self, PyObject *args)
+PyObject *py_engine_write_parts(py_engine *self, PyObject *args)
 {
-    return move_part(self, args, "Osnny*:write_part", write_part);
+    PyObject *result = NULL;
+    Py_buffer lines, from;
+    zc_status status = ZC_OK;
+    const char *name;
+    zc_role role;
+
+    if (!PyArg_ParseTuple(args, "sy*y*:write_parts", &name, &lines, &from))
+        return NULL;
+    size_t count = (size_t)lines.len / sizeof(part_line);
+    int failed = py_engine_role(name, &role);
+    if (!failed && (size_t)lines.len != count * sizeof(part_line)) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes are no lines of four 64-bit integers", lines.len);
+        failed = 1;
+    }
+    for (size_t k = 0; k < count && !failed; k++) {
+        part_line line;
+        memcpy(&line, (const char *)lines.buf + k * sizeof line, sizeof line);
+        failed = check_line(self, &line, role, from.len);
+    }
+    if (!failed && py_engine_lock_local(self) == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        for (size_t k = 0; k < count && status == ZC_OK; k++) {
+            part_line line;
+            memcpy(&line, (const char *)lines.buf + k * sizeof line, sizeof line);
+            status = zc_engine_write_part(self->engine, (size_t)line.index, role, (size_t)line.begin, (size_t)line.end,
+                                          (const char *)from.buf + line.place);
+        }
+        Py_END_ALLOW_THREADS
+        result = py_engine_finish(self, status);
+    }
+    PyBuffer_Release(&lines);
+    PyBuffer_Release(&from);
+    return result;
 }
 
 PyObject *py_engine_prepare(py_engine *self, PyObject *sequence)

@@ -13,13 +13,14 @@ import random
 import resource
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
 import numpy
 
 import zero_c
-from zero_c import _blocks, _checkpoint
+from zero_c import _blocks, _checkpoint, _loading, _saving
 
 SIZES = [("w", (70, 11), "f4"), ("scalar", (), "f4"), ("none", (0, 3), "f4"), ('a/b "c" ü', (129,), "f4"),
          ("double", (7,), "f8"), ("half", (33,), "f2"), ("late", (5,), "f4")]
@@ -157,15 +158,21 @@ def bytes_read(folder, stage, sizes):
     return sum(counts), max(counts)
 
 
-def peak_while_saving(folder, stage, elems):
+def peak_while_saving(folder, stage, sizes):
     """Bytes by which the peak Rss of a save is above Rss before it, file pages apart."""
-    opt = build(zero_c.init(), stage=stage, sizes=[("w", (elems,), "f4")], groups=1, bucket_mb=0.25)
-    opt.add_grad(0, numpy.ones(elems, "f4"))
+    opt = build(zero_c.init(), stage=stage, sizes=sizes, groups=1, bucket_mb=0.25)
+    for i, (_, shape, dtype) in enumerate(sizes):
+        opt.add_grad(i, numpy.ones(shape, dtype))
     opt.step()
-    opt.save(folder)
+    return peak_of(lambda: opt.save(folder))
+
+
+def peak_of(call):
+    """Bytes by which the second call's peak Rss is above Rss before it."""
+    call()
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
-    opt.save(folder)
+    call()
     return status("VmHWM") - before
 
 
@@ -459,6 +466,232 @@ def own_folders(folder):
     return save, error_of(lambda: opt.load(mine)), sorted(os.listdir(f"{folder}/0"))
 
 
+def without(calls, error):
+    """These calls of the system fail in this process, always; returns what undoes it."""
+    real = {name: getattr(os, name) for name in calls}
+
+    def fail(*args, **kwargs):
+        raise OSError(error, os.strerror(error))
+
+    for name in calls:
+        setattr(os, name, fail)
+    return lambda: [setattr(os, name, call) for name, call in real.items()]
+
+
+def refused_by_the_system(folder, rank, what, calls, error):
+    """A save or a load where these calls fail on one rank: the error; then whether the checkpoint and the one that would load
+    it are what they were, and files in the folder.
+    """
+    opt, other = build(zero_c.init()), build(zero_c.init(), seed=4)
+    opt.save(folder)
+    saved_state, before = digest(everything(opt)), digest(everything(other))
+    train(opt, 0, 2)
+    undo = without(calls, error) if opt.comm.rank == rank else lambda: None
+    text = error_of(lambda: opt.save(folder) if what == "save" else other.load(folder))
+    undo()
+    opt.comm.barrier()  # rank 0 cleans up after it has told the others
+    unchanged, left = digest(everything(other)) == before, len(os.listdir(folder))
+    other.load(folder)
+    unchanged = unchanged and digest(everything(other)) == saved_state
+    opt.comm.barrier()
+    return text, unchanged, left, error_of(lambda: opt.save(folder))
+
+
+def flushed_folders(folder):
+    """What a save hands to fsync."""
+    opt, real, flushed = build(zero_c.init()), os.fsync, []
+    os.fsync = lambda file: flushed.append(os.readlink(f"/proc/self/fd/{file}")) or real(file)
+    try:
+        opt.save(folder)
+    finally:
+        os.fsync = real
+    return flushed
+
+
+def begin(opt, folder):
+    """What torch's async_save() does."""
+    opt._close_round()
+    return _saving.Background(opt._engine, opt.comm, folder, opt._describe_all)
+
+
+def closes_meanwhile(folder):
+    """The communicator is closed while the threads write: what is saved, the error of wait() then, and of the thread."""
+    opt = build(zero_c.init())
+    train(opt, 0, 3)
+    state, real = digest(everything(opt)), os.pwrite
+    os.pwrite = lambda *args: (time.sleep(0.05), real(*args))[1]
+    try:
+        saving = begin(opt, folder)
+        opt.comm.close()
+        text = error_of(saving.wait)
+    finally:
+        os.pwrite = real
+    zero_c.init().barrier()
+    return state, text, saving._error
+
+
+def no_thread(folder, rank):
+    """A save in the background where one rank can start no thread; the error, what is in the folder then, and the next save's."""
+    opt, real = build(zero_c.init()), threading.Thread.start
+    opt.save(folder)
+    train(opt, 0, 1)
+
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    if opt.comm.rank == rank:
+        threading.Thread.start = fail
+    try:
+        text = error_of(lambda: begin(opt, folder))
+    finally:
+        threading.Thread.start = real
+    opt.comm.barrier()
+    saving = begin(opt, folder)
+    return text, error_of(saving.wait), len(os.listdir(folder))
+
+
+def nobody_asks(folder, fetch):
+    """For a process of its own: a save in the background fails for want of space, and the program ends."""
+    with zero_c.init(0, 1) as comm:
+        opt, real = build(comm), os.fsync
+
+        def full(file):
+            if threading.current_thread() is not threading.main_thread():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(file)
+
+        os.fsync = full
+        saving = begin(opt, folder)
+        if fetch:
+            assert "No space" in error_of(saving.wait)
+
+
+def saved_in_small_blocks(folder, order):
+    """Parameters of 1 KiB, listed so in two groups, saved at each stage with blocks of 64 bytes."""
+    full = _blocks.BLOCK_BYTES
+    _blocks.BLOCK_BYTES = 64
+    try:
+        for stage in (0, 1, 2):
+            build(zero_c.init(), stage=stage, sizes=[(f"p{k}", (256,), "f4") for k in order]).save(f"{folder}/{stage}")
+    finally:
+        _blocks.BLOCK_BYTES = full
+
+
+def damage_of_each(folder, order):
+    """Loads of them with parameters in another order: (tensor that was damaged, error) wherever a load does not name it."""
+    comm, wrong, tried = zero_c.init(), [], 0
+    for stage in (0, 1, 2):
+        opt = build(comm, stage=2 - stage, seed=4, sizes=[(f"p{k}", (256,), "f4") for k in order])
+        found, count = unnamed(opt, f"{folder}/{stage}", lambda: digest(everything(opt)))
+        wrong += found
+        tried += count
+    return wrong, tried
+
+
+def unnamed(opt, folder, state, comm=None):
+    """One byte of each tensor of a checkpoint after the other is damaged: the errors that do not name it, and how many were tried."""
+    comm, wrong, tried, before = comm or opt.comm, [], 0, state()
+    for path in sorted(Path(folder).glob("[ws]*.safetensors")):
+        with open(path, "rb") as file:
+            places = _blocks.read_header(file.fileno(), str(path))
+        for name, (_, _, first, end) in places.items():
+            comm.barrier()
+            with flipped(path, (first + end) // 2) if comm.rank == 0 else contextlib.nullcontext():
+                comm.barrier()
+                text = error_of(lambda: opt.load(folder))
+                comm.barrier()
+            tried += 1
+            if f"'{name}'" not in text or path.name not in text or state() != before:
+                wrong.append(f"{path.name} {name}: {text}")
+    opt.load(folder)
+    return wrong, tried
+
+
+def changes_between_readings(folder, kind):
+    """A byte of rank 1's parts is another when a load reads it for the second time: the error, and whether a load mends it."""
+    opt, other = build(zero_c.init()), build(zero_c.init(), seed=4)
+    opt.save(folder)
+    path = next(Path(folder).glob(f"{kind}-*"))
+    with open(path, "rb") as file:
+        _, _, first, end = _blocks.read_header(file.fileno(), str(path))["w" if kind == "weights" else "exp_avg_sq/w"]
+    real = _loading.Loading.apply
+
+    def apply(self):
+        opt.comm.barrier()
+        with flipped(path, end - 2) if opt.comm.rank == 0 else contextlib.nullcontext():
+            opt.comm.barrier()
+            try:
+                real(self)
+            finally:
+                opt.comm.barrier()
+
+    _loading.Loading.apply = apply
+    try:
+        text = error_of(lambda: other.load(folder))
+    finally:
+        _loading.Loading.apply = real
+    other.load(folder)
+    return text, digest(everything(other)) == digest(everything(opt))
+
+
+def other_places(folder, what):
+    """A checkpoint whose header or table has right sums and says what zero_c does not write: blocks that end inside an element,
+    or two tensors at one place; the error, and whether anything changed.
+    """
+    comm = zero_c.init()
+    opt, other = build(comm, groups=1, sizes=[("a", (300,), "f4"), ("b", (300,), "f4")]), None
+    opt.save(folder)
+    if comm.rank == 0:
+        path = Path(folder) / _checkpoint.MANIFEST
+        manifest = _checkpoint.unseal(path.read_bytes(), path)
+        files = manifest["files"]
+        weights, table = (Path(folder) / files[kind]["name"] for kind in ("weights", "blocks"))
+        data = bytearray(weights.read_bytes())
+        length = int.from_bytes(data[:8], "little")
+        if what == "edges":
+            size, start = len(data), 8 + length
+            with open(table, "rb") as file:
+                lines = _loading.read_table(file.fileno(), str(table), files["blocks"]["parts"])
+            cut = [start, start + 1202, size]
+            own = [(0, end - begin, begin, _blocks.checksum(data[begin:end])) for begin, end in zip(cut, cut[1:])]
+            lines = numpy.concatenate([numpy.array(own, _blocks.LINE), lines[lines["file"] == 1]])
+            header, _, files["blocks"]["bytes"] = _blocks.plan_file([("blocks", "uint8", (len(lines), _blocks.LINE.itemsize))], {})
+            table.write_bytes(header + lines.tobytes())
+            files["blocks"]["parts"] = [[len(lines), *_blocks.checksum(lines.tobytes())]]
+        else:
+            header = json.loads(data[8:8 + length])
+            header["a"]["data_offsets"] = header["b"]["data_offsets"] = [0, 1200]
+            data[8:8 + length] = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+            weights.write_bytes(data)
+            files["weights"]["header"] = [8 + length, *_blocks.checksum(data[:8 + length])]
+        path.write_bytes(_checkpoint.seal(manifest))
+    comm.barrier()
+    other = build(comm, groups=1, sizes=[("a", (300,), "f4"), ("b", (300,), "f4")], seed=4)
+    before = digest(everything(other))
+    return error_of(lambda: other.load(folder)), digest(everything(other)) == before
+
+
+@contextlib.contextmanager
+def flipped(path, place):
+    """A byte of a file is another."""
+    with open(path, "r+b") as file:
+        byte = os.pread(file.fileno(), 1, place)
+        os.pwrite(file.fileno(), bytes([byte[0] ^ 0x10]), place)
+        yield
+        os.pwrite(file.fileno(), byte, place)
+
+
+def job_of_two(folder, seed, times):
+    """Saves over and over; the sentences that came of it, and the digest of what is saved."""
+    opt, real = build(zero_c.init(), seed=seed), os.fsync
+    os.fsync = lambda file: (time.sleep(0.01), real(file))[1]
+    try:
+        texts = [error_of(lambda: opt.save(folder)) for _ in range(times)]
+    finally:
+        os.fsync = real
+    return texts, digest(everything(opt))
+
+
 def save_as(folder, path=None):
     """A save of the usual state, or its error."""
     opt = build(zero_c.init())
@@ -512,3 +745,7 @@ def checked_blocks(folder):
         sums = words.sum(), (words * numpy.arange(len(words), 0, -1, dtype="u8")).sum()
         wrong += tuple(map(int, sums)) != tuple(map(int, line["sums"]))
     return wrong
+
+
+if __name__ == "__main__":
+    nobody_asks(os.environ["CHECKPOINT_FOLDER"], os.environ["CHECKPOINT_FETCH"] == "1")

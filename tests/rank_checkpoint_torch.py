@@ -13,7 +13,8 @@ from torch import nn
 
 import zero_c
 from models import fill, same_bits
-from rank_checkpoint import error_of
+from rank_checkpoint import digest, error_of, peak_of, unnamed, without
+from zero_c import _blocks
 from zero_c.torch import ShardedOptimizer
 
 ROWS = 12  # of a global batch; every number of ranks up to 4 divides it
@@ -416,6 +417,126 @@ def forks_meanwhile(folder):
         os.kill(child, 9)
         os.waitpid(child, 0)
     return text
+
+
+def fails_then(folder, then):
+    """The thread of rank 1 cannot write, and what comes next hears of it: another save, or a load; then all goes on."""
+    model, opt = build(2)
+    opt.save(folder)
+    state, real = everything(model, opt), os.fsync
+
+    def full(file):
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(28, "No space left on device")
+        return real(file)
+
+    train(model, opt, 0, 1)
+    if opt._comm.rank == 1:
+        os.fsync = full
+    try:
+        opt.async_save(folder)
+        opt._saving._thread.join()
+        opt._comm.barrier()
+    finally:
+        os.fsync = real
+    text = error_of(lambda: getattr(opt, then)(folder))
+    opt.load(folder)
+    same(state, everything(model, opt))
+    return text
+
+
+def no_memory(folder, how):
+    """Rank 0 has no memory for a buffer, while rank 1 helps to put parameters together that are not row-major; the next works."""
+    from zero_c.torch import _checkpoint
+
+    model, opt = build(3)
+    real = _checkpoint.as_values
+
+    def fail(tensor):
+        raise MemoryError("no memory for this buffer")
+
+    if opt._comm.rank == 0:
+        _checkpoint.as_values = fail
+    try:
+        text = error_of(lambda: getattr(opt, how)(folder))
+    finally:
+        _checkpoint.as_values = real
+    return text, error_of(lambda: (getattr(opt, how)(folder), opt.wait_saved()))
+
+
+def peak_while_saving(folder, stage, dtype, layers, width):
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(getattr(torch, dtype))
+    opt = ShardedOptimizer(model, stage=stage, comm=zero_c.init(), bucket_mb=0.25, **RULES["adamw"])
+    model(torch.ones(1, width, dtype=getattr(torch, dtype))).sum().backward()
+    opt.step()
+    return peak_of(lambda: opt.save(folder))
+
+
+def chain(stage, frozen, order, seed):
+    """Six layers of 1 KiB, some frozen, listed in this order."""
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6)))
+    fill(model, torch.Generator().manual_seed(seed))
+    for k in frozen:
+        model[k].requires_grad_(False)
+    named = [(f"{k}.weight", model[k].weight) for k in order]
+    units = {"units": list(model)} if stage == 3 else {}
+    return model, ShardedOptimizer([{"params": named}], module=model, stage=stage, comm=zero_c.init(), **RULES["adamw"] | units)
+
+
+def damage_between_stages(folder, saver, loader):
+    """Damage of each tensor of a file that another stage wrote, with some parameters frozen; see rank_checkpoint.unnamed."""
+    full = _blocks.BLOCK_BYTES
+    _blocks.BLOCK_BYTES = 64
+    try:
+        chain(saver, [1, 4], [0, 1, 2, 3, 4, 5], 0)[1].save(folder)
+    finally:
+        _blocks.BLOCK_BYTES = full
+    model, opt = chain(loader, [1, 4], [5, 1, 0, 4, 3, 2], 1)
+    return unnamed(opt, folder, lambda: state_digest(model, opt), opt._comm)
+
+
+def state_digest(model, opt):
+    found = {name: opt.full_param(p).numpy().copy() if opt._stage == 3 else p.detach().numpy().copy()
+             for name, p in model.named_parameters()}
+    for number, state in opt.full_state_dict()["state"].items():
+        found |= {f"{number} {key}": torch.as_tensor(value).numpy() for key, value in state.items()}
+    return digest(found)
+
+
+# ---- the weights alone -----------------------------------------------------------------------
+
+
+def weights_alone(folder, stage, dtype):
+    """save_weights() of a model with tied, frozen, channels_last and other odd parameters, twice; the tensors it must hold."""
+    from safetensors.torch import load_file
+
+    model, opt = build(stage, dtype=dtype)
+    train(model, opt, 0, 2)
+    path = f"{folder}/weights {stage}.safetensors"
+    for _ in range(2):
+        opt.save_weights(path)
+        found, wanted = load_file(path), opt.full_model_state_dict()
+        opt._comm.barrier()
+    del wanted["head.weight"]  # tied
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    for name, value in wanted.items():
+        same_bits(found[name], value.cpu(), name)
+    return os.listdir(folder), Path(path).stat().st_mode & 0o777
+
+
+def weights_refused(folder, rank, what):
+    """The errors of save_weights() where it cannot write; `what` may be calls that fail on one rank."""
+    model, opt = build(2)
+    path = Path(folder) / {"parent is a file": "file/w.safetensors", "is a folder": "folder", "no folder": "none/w.safetensors",
+                           "nothing": ".", "own folders": f"rank {opt._comm.rank}/w"}.get(what, "w")
+    undo = without([what], 28) if hasattr(os, what) and opt._comm.rank == rank else lambda: None
+    text = error_of(lambda: opt.save_weights(path))
+    undo()
+    opt._comm.barrier()
+    left = sorted(str(found.relative_to(folder)) for found in Path(folder).rglob("*"))
+    held = [os.readlink(f"/proc/self/fd/{entry}") for entry in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{entry}")]
+    opt._comm.barrier()
+    return text, left, [name for name in held if name.startswith(str(folder))]
 
 
 def script_that_ends(folder):

@@ -3,15 +3,23 @@
 rank_checkpoint.py has what the ranks do; test_checkpoint_torch.py is about models.
 """
 
+import errno
 import fcntl
 import json
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import numpy
 import pytest
 import rank_checkpoint
-from ranks import RankGroup, rank_groups
+from ranks import RankGroup, python_path, rank_groups
+
+import zero_c
+from zero_c import _blocks, _loading
+from zero_c._core import checksum
 
 RULES = {"adamw": {}, "amsgrad": {"rule": "adam", "amsgrad": True}, "momentum": {"rule": "sgd"},
          "plain sgd": {"rule": "sgd", "momentum": 0.0, "dampening": 0.0}}
@@ -40,6 +48,14 @@ def close(one, other):
             numpy.testing.assert_allclose(other[key].astype("f8"), value.astype("f8"), rtol=tolerance, atol=tolerance, err_msg=key)
         else:
             assert value == other[key], key
+
+
+def told(outcomes):
+    """The error that all ranks have; outcomes: of each rank, an error or a sequence that begins with one."""
+    texts = [outcome if isinstance(outcome, str) else outcome[0] for outcome in outcomes]
+    assert texts == texts[:1] * len(texts), texts
+    assert texts[0].startswith("CheckpointError"), texts[0]
+    return texts[0]
 
 
 # ---- what comes back ------------------------------------------------------------------
@@ -108,9 +124,16 @@ def test_ranks_read_their_ranges_only(groups, tmp_path):
         assert largest <= 1 << 20
 
 
-def test_saving_holds_one_block(groups, tmp_path):
-    for peak in groups(2).run(rank_checkpoint.peak_while_saving, str(tmp_path), 2, 8 << 20):
-        assert peak < (1 << 20) + (1 << 20), peak
+MEBI = 1 << 20
+
+
+@pytest.mark.parametrize("stage, sizes", [(0, [("w", [4 * MEBI], "f4")]), (1, [("w", [4 * MEBI], "f4")]), (2, [("w", [8 * MEBI], "f4")]),
+                                          (2, [("half", [8 * MEBI], "f2")]), (1, [(f"p{k}", [25], "f4") for k in range(4000)])],
+                         ids=("stage 0", "stage 1", "stage 2", "16 bits", "many"))
+def test_saving_holds_one_block(groups, tmp_path, stage, sizes):
+    """Besides what is known of each tensor."""
+    for peak in groups(2).run(rank_checkpoint.peak_while_saving, str(tmp_path), stage, sizes):
+        assert peak < 2 * MEBI + 6000 * len(sizes), peak
 
 
 # ---- cut short ------------------------------------------------------------------------
@@ -186,6 +209,79 @@ def test_damage_is_found(groups, tmp_path, kind):
         assert found >= 0.95 * tried, (found, tried)
 
 
+def test_damage_names_the_tensor(groups, tmp_path):
+    """Also in files that another order of parameters has written."""
+    groups(2).run(rank_checkpoint.saved_in_small_blocks, str(tmp_path), [0, 1, 2, 3, 4, 5])
+    for order in ([4, 1, 2, 5, 0, 3], [0, 3, 2, 1, 4, 5]):
+        for wrong, tried in groups(2).run(rank_checkpoint.damage_of_each, str(tmp_path), order):
+            assert not wrong, "\n".join(wrong[:3])
+            assert tried == 3 * 6 * 3
+
+
+def test_what_is_behind_4_gib():
+    """Places in files are 64-bit numbers."""
+    first, size = (4 << 30) - 64, (4 << 30) + 3 * (1 << 20)
+    data = {offset: bytes([number + 1]) * length for number, (offset, length) in enumerate(
+        [(first, 64), (4 << 30, 1 << 20), ((4 << 30) + (1 << 20), 100), ((4 << 30) + (1 << 20) + 100, (2 << 20) - 100 - (1 << 20)),
+         ((4 << 30) + (2 << 20), 1 << 20)])}
+    table = numpy.array([(0, len(block), offset, checksum(block)) for offset, block in data.items()], _blocks.LINE)
+    with tempfile.TemporaryFile() as sparse:
+        sparse.truncate(size)
+        for offset, block in data.items():
+            _blocks.write_exactly(sparse.fileno(), offset, block)
+        blocks = _blocks.Blocks([(sparse.fileno(), "sparse", first, size)], table, "table")
+        pieces = numpy.zeros(2, _loading.PIECE)
+        pieces["item"], pieces["elem_bytes"] = [0, 1], 2
+        pieces["first"], pieces["last"] = [(4 << 30) - 10, (4 << 30) + (1 << 20) + 90], [(4 << 30) + 10, size - 6]
+        blocks.check_edges(0, pieces)
+        assert [(offset, bytes(view)) for offset, view in blocks.read(0, pieces, ["before", "behind"])] == list(data.items())
+        assert bytes(_blocks.read_exactly(sparse.fileno(), (4 << 30) - 1, 2, "sparse")) == b"\1\2"
+        _blocks.write_exactly(sparse.fileno(), (4 << 30) + (2 << 20), b"x")
+        with pytest.raises(_blocks.CheckpointError, match=f"bytes {(4 << 30) + (2 << 20)} to {size} .*'behind'"):
+            list(blocks.read(0, pieces, ["before", "behind"]))
+
+
+@pytest.mark.parametrize("kind", ("weights", "state"))
+def test_a_file_that_changes_between_the_two_readings(groups, tmp_path, kind):
+    """What is taken is what was checked, or the error says that the load is half done."""
+    outcomes = groups(2).run(rank_checkpoint.changes_between_readings, str(tmp_path / "here"), kind)
+    assert "half done" in told(outcomes) and "'w'" in told(outcomes).replace("exp_avg_sq/", ""), told(outcomes)
+    assert [mended for _, mended in outcomes] == [True, True]
+
+
+@pytest.mark.parametrize("what, words", [("edges", "a block ends inside an element"), ("overlap", "two tensors share bytes")])
+def test_places_that_zero_c_does_not_write(groups, tmp_path, what, words):
+    outcomes = groups(2).run(rank_checkpoint.other_places, str(tmp_path / "here"), what)
+    assert words in told(outcomes) and "half done" not in told(outcomes)
+    assert [unchanged for _, unchanged in outcomes] == [True, True]
+
+
+def test_lines_of_parts_must_fit():
+    with zero_c.init(0, 1) as comm:
+        opt = zero_c.ShardedOptimizer([("w", numpy.zeros(10, "f4"))], comm=comm)
+        room = bytes(range(40))
+        for line in ([1, 0, 1, 0], [-1, 0, 1, 0], [0, -1, 1, 0], [0, 5, 4, 0], [0, 0, 11, 0], [0, 0, 10, 1], [0, 0, 1, 41], [0, 0, 1, -4],
+                     [0, 0, 1, 37], [0, 0, 2**62, 0]):
+            with pytest.raises(ValueError, match="they must fit"):
+                opt._engine.write_parts("weight", numpy.array([[0, 0, 10, 0], line]), room)
+        with pytest.raises(ValueError, match="no lines"):
+            opt._engine.write_parts("weight", b"12345", room)
+        assert not opt.param(0).any()
+        opt._engine.write_parts("weight", numpy.array([[0, 4, 10, 16], [0, 0, 4, 0]]), room)
+        assert opt.param(0).tobytes() == room
+        del opt
+
+
+def test_long_names_are_told(groups, tmp_path):
+    """A path does not leave a tensor's name out."""
+    folder = tmp_path.joinpath(*["x" * 250] * 4)
+    groups(2).run(rank_checkpoint.saved, str(folder))
+    path = next(folder.glob("state-*"))
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    text = told(groups(2).run(rank_checkpoint.refused, str(folder)))
+    assert len(text) > 2000 and "tensor" in text and text.endswith("the file is damaged"), text
+
+
 def test_manifests_may_say_anything(groups, tmp_path):
     for wrong, errors in groups(2).run(rank_checkpoint.fuzz, str(tmp_path), 1, 400):
         assert not wrong, "\n".join(wrong[:3])
@@ -238,9 +334,9 @@ def test_what_is_no_checkpoint(groups, tmp_path, what):
         files["state"].write_bytes(next(other.glob("state-*")).read_bytes())
     else:
         files[what.removeprefix("no ")].unlink()
-    for text, unchanged in groups(2).run(rank_checkpoint.refused, str(folder)):
-        assert text.startswith("CheckpointError") and unchanged, text
-        assert words.get(what, files.get(what.removeprefix("no "), folder).name) in text, text
+    outcomes = groups(2).run(rank_checkpoint.refused, str(folder))
+    assert words.get(what, files.get(what.removeprefix("no "), folder).name) in told(outcomes)
+    assert all(unchanged for _, unchanged in outcomes)
 
 
 OTHERS = {"shape": ({"sizes": [["w", [70, 12], "f4"], *map(list, rank_checkpoint.SIZES[1:])]}, "shape [70, 11]"),
@@ -254,8 +350,8 @@ OTHERS = {"shape": ({"sizes": [["w", [70, 12], "f4"], *map(list, rank_checkpoint
 def test_other_models_are_refused(groups, tmp_path, what):
     groups(2).run(rank_checkpoint.saved, str(tmp_path))
     how, words = OTHERS[what]
-    for text, unchanged in groups(2).run(rank_checkpoint.refused, str(tmp_path), **how):
-        assert text.startswith("CheckpointError") and words in text and unchanged, text
+    outcomes = groups(2).run(rank_checkpoint.refused, str(tmp_path), **how)
+    assert words in told(outcomes) and all(unchanged for _, unchanged in outcomes)
 
 
 @pytest.mark.parametrize("rule, saved, here", [
@@ -271,8 +367,8 @@ def test_options_are_those_of_the_checkpoint(groups, tmp_path, rule, saved, here
 
 @pytest.mark.parametrize("kind", ("function", "array", "set", "keys"))
 def test_what_json_cannot_hold_is_refused_first(groups, tmp_path, kind):
-    for text, made in groups(2).run(rank_checkpoint.group_value, str(tmp_path / "here"), kind):
-        assert "'odd'" in text and "group 0" in text and not made
+    outcomes = groups(2).run(rank_checkpoint.group_value, str(tmp_path / "here"), kind)
+    assert "'odd'" in told(outcomes) and "group 0" in told(outcomes) and not any(made for _, made in outcomes)
 
 
 # ---- ranks that disagree, places -------------------------------------------------------------
@@ -291,23 +387,41 @@ def test_a_save_on_one_rank_only(tmp_path, what):
 @pytest.mark.parametrize("limit", (100, 5000))
 def test_no_space(groups, tmp_path, limit):
     folder = str(tmp_path / "here")
-    for text, left, again, unchanged in groups(2).run(rank_checkpoint.no_space, folder, limit):
-        assert text.startswith("CheckpointError") and folder in text, text
+    outcomes = groups(2).run(rank_checkpoint.no_space, folder, limit)
+    assert folder in told(outcomes)
+    for _, left, again, unchanged in outcomes:
         assert not left and not again and unchanged
     assert len(os.listdir(folder)) == FILES
 
 
+SPACE = ["pwrite", "posix_fallocate"]
+
+
+@pytest.mark.parametrize("what, rank, calls, error", [
+    ("save", 0, ["open"], errno.EACCES), ("save", 1, ["open"], errno.EACCES), ("save", 0, ["rename"], errno.EACCES),
+    ("load", 0, ["open"], errno.EACCES), ("load", 1, ["open"], errno.EACCES), ("save", 0, SPACE, errno.ENOSPC), ("save", 1, SPACE, errno.ENOSPC)])
+def test_one_rank_is_refused_by_the_system(groups, tmp_path, what, rank, calls, error):
+    """A disk without space; a folder that is not its own (root may write it all the same, so calls are made to fail)."""
+    outcomes = groups(2).run(rank_checkpoint.refused_by_the_system, str(tmp_path / "here"), rank, what, calls, error)
+    assert f"rank {rank}" in told(outcomes) and os.strerror(error) in told(outcomes)
+    assert [rest for _, *rest in outcomes] == [[True, FILES, ""]] * 2
+
+
+def test_new_folders_are_flushed(groups, tmp_path):
+    """Their names too: each folder that is made, in the one around it."""
+    flushed = groups(1).run(rank_checkpoint.flushed_folders, str(tmp_path / "a" / "b" / "c"))[0]
+    assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b"), str(tmp_path / "a" / "b" / "c")} <= set(flushed)
+
+
 def test_a_folder_that_only_rank_0_sees(groups, tmp_path):
-    for save, load, left in groups(2).run(rank_checkpoint.own_folders, str(tmp_path)):
-        assert save.startswith("CheckpointError") and "rank 1" in save, save
-        assert load.startswith("CheckpointError") and "rank 1" in load, load
-        assert len(left) == FILES
+    outcomes = groups(2).run(rank_checkpoint.own_folders, str(tmp_path))
+    assert "rank 1" in told([save for save, *_ in outcomes]) and "rank 1" in told([load for _, load, _ in outcomes])
+    assert all(len(left) == FILES for *_, left in outcomes)
 
 
 def test_a_file_in_place_of_the_folder(groups, tmp_path):
     (tmp_path / "file").write_text("mine")
-    for text in groups(2).run(rank_checkpoint.save_as, str(tmp_path / "file")):
-        assert text.startswith("CheckpointError") and str(tmp_path / "file") in text
+    assert str(tmp_path / "file") in told(groups(2).run(rank_checkpoint.save_as, str(tmp_path / "file")))
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -318,12 +432,26 @@ def test_two_saves_at_once(groups, tmp_path):
     lock = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for text in groups(2).run(rank_checkpoint.save_as, str(tmp_path)):
-            assert "another save" in text
+        assert "another save" in told(groups(2).run(rank_checkpoint.save_as, str(tmp_path)))
     finally:
         os.close(lock)
     assert groups(1).run(rank_checkpoint.digest_of, str(tmp_path)) == before
     assert groups(2).run(rank_checkpoint.save_as, str(tmp_path)) == ["", ""]
+
+
+def test_two_jobs_save_to_one_folder(groups, tmp_path):
+    """Each save of both is whole, or told that another is under way."""
+    with RankGroup(2) as other:
+        for number, group in enumerate((groups(2), other)):
+            group.start(rank_checkpoint.job_of_two, str(tmp_path / "here"), number, 8)
+        ends = [[outcome.value for outcome in group.wait()] for group in (groups(2), other)]
+    texts = []
+    for outcomes in ends:
+        assert outcomes[0] == outcomes[1]
+        texts += outcomes[0][0]
+    assert "" in texts and all("another save" in text for text in texts if text), texts
+    assert groups(1).run(rank_checkpoint.digest_of, str(tmp_path / "here"))[0] in [outcomes[0][1] for outcomes in ends]
+    assert len(os.listdir(tmp_path / "here")) == FILES
 
 
 def test_what_is_not_ours_stays(groups, tmp_path):
@@ -338,3 +466,32 @@ def test_what_is_not_ours_stays(groups, tmp_path):
     for text in groups(2).run(rank_checkpoint.save_as, str(tmp_path)):
         assert "version 2" in text
     assert (tmp_path / "zero_c.json").read_bytes() == newer and len(os.listdir(tmp_path)) == FILES + 3
+
+
+# ---- in the background; test_checkpoint_torch.py has more --------------------------------------
+
+
+def test_closing_does_not_lose_a_save(groups, tmp_path):
+    """The threads ask the communicator nothing."""
+    for state, text, error in groups(2).run(rank_checkpoint.closes_meanwhile, str(tmp_path / "here")):
+        assert "the communicator is closed" in text and error is None
+        assert groups(1).run(rank_checkpoint.digest_of, str(tmp_path / "here")) == [state]
+    assert len(os.listdir(tmp_path / "here")) == FILES
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_thread_that_does_not_start(groups, tmp_path, rank):
+    outcomes = groups(2).run(rank_checkpoint.no_thread, str(tmp_path / "here"), rank)
+    assert f"rank {rank}" in told(outcomes) and "new thread" in told(outcomes)
+    assert [(again, left) for _, again, left in outcomes] == [("", FILES)] * 2
+
+
+@pytest.mark.parametrize("fetch", (False, True))
+def test_an_error_that_nobody_asks_for(tmp_path, fetch):
+    """It is on stderr when the program ends; one that was raised is not told again."""
+    environment = {**os.environ, "CHECKPOINT_FOLDER": str(tmp_path / "here"), "CHECKPOINT_FETCH": str(int(fetch)), "PYTHONPATH": python_path()}
+    end = subprocess.run([sys.executable, rank_checkpoint.__file__], env=environment, capture_output=True, text=True, timeout=60)
+    assert end.returncode == 0, end.stderr
+    assert (f"CheckpointError: save to {tmp_path / 'here'} in the background" in end.stderr and "No space" in end.stderr) != fetch, end.stderr
+    assert not fetch or not end.stderr
+    assert not os.listdir(tmp_path / "here")

@@ -16,6 +16,10 @@ torch = pytest.importorskip("torch")
 
 import rank_checkpoint_torch as on_ranks  # noqa: E402
 from ranks import RankGroup, rank_groups  # noqa: E402
+from test_checkpoint import told  # noqa: E402
+
+import zero_c  # noqa: E402
+from zero_c.torch import ShardedOptimizer  # noqa: E402
 
 STAGES = (0, 1, 2, 3)
 FILES = 4
@@ -204,3 +208,71 @@ def test_the_interpreter_may_end_at_once(groups, tmp_path):
     (tmp_path / "other-everything.pt").rename(tmp_path / "new-everything.pt")
     groups(1).run(on_ranks.loaded, str(tmp_path / "new"), 1)
     assert len(os.listdir(tmp_path / "new")) == FILES
+
+
+@pytest.mark.parametrize("then", ("save", "async_save", "load"))
+def test_the_next_call_hears_of_an_error(groups, tmp_path, then):
+    text = told(groups(2).run(on_ranks.fails_then, str(tmp_path / "here"), then))
+    assert "rank 1" in text and "No space" in text and str(tmp_path / "here") in text, text
+    assert len(os.listdir(tmp_path / "here")) == FILES
+
+
+@pytest.mark.parametrize("how", ("save", "async_save", "save_weights"))
+def test_no_memory_on_one_rank(groups, tmp_path, how):
+    """Its peers are not left alone with a parameter that all put together."""
+    outcomes = groups(2).run(on_ranks.no_memory, str(tmp_path / "here"), how)
+    assert "rank 0" in told(outcomes) and "MemoryError: no memory for this buffer" in told(outcomes)
+    assert [again for _, again in outcomes] == ["", ""]
+
+
+@pytest.mark.parametrize("stage, dtype, layers, width", [(3, "float32", 4, 1024), (3, "bfloat16", 4, 1024), (1, "bfloat16", 4, 1024),
+                                                         (3, "float32", 300, 8)])
+def test_saving_holds_one_block(groups, tmp_path, stage, dtype, layers, width):
+    for peak in groups(2).run(on_ranks.peak_while_saving, str(tmp_path), stage, dtype, layers, width):
+        assert peak < (2 << 20) + 6000 * layers, peak
+
+
+@pytest.mark.parametrize("saver, loader", [(3, 0), (3, 2), (0, 3), (1, 1)])
+def test_damage_names_the_tensor(groups, tmp_path, saver, loader):
+    """Frozen parameters are elsewhere in the files of stage 3, and groups may list their parameters in another order."""
+    for wrong, tried in groups(2).run(on_ranks.damage_between_stages, str(tmp_path), saver, loader):
+        assert not wrong, "\n".join(wrong[:3])
+        assert tried == 6 + 2 * 4
+
+
+def test_names_are_told_apart_when_the_optimizer_is_made():
+    twice = [("a", torch.nn.Parameter(torch.ones(2))), ("a", torch.nn.Parameter(torch.ones(3)))]
+    with zero_c.init(0, 1) as comm:
+        with pytest.raises(ValueError, match="two parameters are named 'a': in group 0 and in group 0"):
+            ShardedOptimizer(twice, optimizer="sgd", lr=0.1, comm=comm)
+
+
+# ---- the weights alone ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks, stage, dtype", [(1, 3, "bfloat16"), (2, 0, "float32"), (2, 1, "bfloat16"), (2, 2, "float32"), (2, 3, "float32"),
+                                                 (3, 0, "bfloat16"), (3, 2, "bfloat16"), (3, 3, "bfloat16"), (1, 1, "float32")])
+def test_weights_alone(groups, tmp_path, ranks, stage, dtype):
+    mask = os.umask(0)
+    os.umask(mask)
+    for left, mode in groups(ranks).run(on_ranks.weights_alone, str(tmp_path), stage, dtype):
+        assert left == [f"weights {stage}.safetensors"] and mode == 0o666 & ~mask
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+@pytest.mark.parametrize("what", ("parent is a file", "is a folder", "no folder", "nothing", "own folders", "open", "pwrite", "fsync", "rename"))
+def test_weights_that_cannot_be_written(groups, tmp_path, rank, what):
+    """All ranks are told the same, nothing is left, and what was there stays; a file of the user's beside it too."""
+    if rank == 1 and what not in ("open", "pwrite", "fsync"):
+        return
+    for name in ("folder", "rank 0", "rank 1"):
+        (tmp_path / name).mkdir()
+    for name in ("file", "w", "w.new", "folder/mine"):
+        (tmp_path / name).write_text("mine")
+    before = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    outcomes = groups(2).run(on_ranks.weights_refused, str(tmp_path), rank, what)
+    assert f"rank {1 if what == 'own folders' else rank}" in told(outcomes)
+    for _, left, held in outcomes:
+        assert left == before and not held
+    for name in ("file", "w", "w.new", "folder/mine"):
+        assert (tmp_path / name).read_text() == "mine"

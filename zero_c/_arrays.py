@@ -10,6 +10,7 @@
 import math
 import numbers
 import sys
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy
@@ -360,10 +361,9 @@ def _read_groups(arrays, optimizer, defaults):
                 raise TypeError(f"the name of parameter {len(members)} is {name!r}; it must be a string")
             members.append((name, array, number))
         groups.append({"params": list(range(first, len(members))), **group})
-    names = [name for name, _, _ in members]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{names.count(name)} parameters are named {name!r}; names must differ")
+    for name, count in Counter(name for name, _, _ in members).items():
+        if count > 1:
+            raise ValueError(f"{count} parameters are named {name!r}; names must differ")
     return groups, members
 
 

@@ -60,10 +60,13 @@ def read_header(file, name):
         raise CheckpointError(f"{name}: {size} bytes are no safetensors file; it is damaged or another file")
     try:
         header = json.loads(read_exactly(file, 8, length, name))
-        found = {key: (entry["dtype"], tuple(entry["shape"]), *(8 + length + at for at in entry["data_offsets"]))
-                 for key, entry in header.items() if key != "__metadata__"}
-        if not all(isinstance(number, int) for _, shape, first, end in found.values() for number in (*shape, first, end)):
-            raise TypeError("a size is no integer")
+        found = {}
+        for key, entry in header.items():
+            if key != "__metadata__":
+                (first, end), shape = entry["data_offsets"], tuple(entry["shape"])
+                if not {int}.issuperset(map(type, (first, end, *shape))):
+                    raise TypeError("a size is no integer")
+                found[key] = entry["dtype"], shape, 8 + length + first, 8 + length + end
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{name}: its header is damaged ({error})") from None
     if any(not 8 + length <= first <= end <= size for _, _, first, end in found.values()):
@@ -144,7 +147,7 @@ class Blocks:
     def __init__(self, files, table, table_name):
         self._files = files
         self._memory = memoryview(bytearray(BLOCK_BYTES))
-        self._lines = []
+        self._lines, self._offsets, self._ends = [], [], []
         for number, (_, name, first, size) in enumerate(files):
             lines = table[table["file"] == number]
             lines = lines[numpy.argsort(lines["offset"])]
@@ -153,51 +156,43 @@ class Blocks:
             if (lines["bytes"] > BLOCK_BYTES).any() or not numpy.array_equal(wanted[:-1], lines["offset"]) or wanted[-1] != size:
                 raise CheckpointError(f"{table_name}: its blocks do not cover {name}; one of the two is damaged or of another save")
             self._lines.append(lines)
+            self._offsets.append(lines["offset"].astype(numpy.int64))
+            self._ends.append(ends.astype(numpy.int64))
         if len(table) != sum(map(len, self._lines)):
             raise CheckpointError(f"{table_name}: names files that this checkpoint has not; it is damaged")
 
-    def check(self, number, pieces):
-        """Reads the blocks that have some byte of the pieces of a file, (first, end, name of the tensor) in ascending order;
-        CheckpointError if one is not as it was written.
+    def read(self, number, pieces, names):
+        """(offset, memory) of each block that has some byte of the pieces of a file, in the order of the file; CheckpointError
+        if one is not as it was written. The memory is used again by the next block.
+
+        pieces: an array with the fields "first", "last" (bytes, ascending), "elem_bytes" and "item", a number in `names`.
         """
-        if not pieces:
-            return
         file, name = self._files[number][:2]
-        lines = self._lines[number]
-        firsts, ends = (numpy.array([piece[k] for piece in pieces], numpy.uint64) for k in (0, 1))
+        lines, offsets, ends = self._lines[number], self._offsets[number], self._ends[number]
         change = numpy.zeros(len(lines) + 1, numpy.int64)
-        numpy.add.at(change, numpy.searchsorted(lines["offset"], firsts, "right") - 1, 1)
-        numpy.add.at(change, numpy.searchsorted(lines["offset"], ends, "left"), -1)
+        numpy.add.at(change, numpy.searchsorted(offsets, pieces["first"], "right") - 1, 1)
+        numpy.add.at(change, numpy.searchsorted(offsets, pieces["last"], "left"), -1)
         for k in numpy.flatnonzero(change.cumsum()[:-1]):
-            offset, view = int(lines["offset"][k]), self._memory[:int(lines["bytes"][k])]
+            offset, end = int(offsets[k]), int(ends[k])
+            view = self._memory[:end - offset]
             read_into(file, offset, view, name)
             if checksum(view) != tuple(map(int, lines["sums"][k])):
-                tensor = pieces[int(numpy.searchsorted(ends, offset, "right"))][2]
-                raise CheckpointError(f"{name}: bytes {offset} to {offset + len(view)} are not what was written (tensor "
-                                      f"'{tensor}'); the file is damaged")
+                inside = pieces["item"][slice(*pieces_in(pieces, offset, end))]
+                first, last = names[inside[0]], names[inside[-1]]
+                where = f"tensor '{first}'" if first == last else f"tensors '{first}' to '{last}'"
+                raise CheckpointError(f"{name}: bytes {offset} to {end} are not what was written ({where}); the file is damaged")
+            yield offset, view
+
+    def check_edges(self, number, pieces):
+        """CheckpointError if a block ends inside an element of the pieces."""
+        edges = self._offsets[number]
+        at = numpy.searchsorted(pieces["first"], edges, "right") - 1
+        inside = (at >= 0) & (edges < pieces["last"][at]) if len(pieces) else numpy.zeros(0, bool)
+        held = pieces[at[inside]]
+        if ((edges[inside] - held["first"]) % held["elem_bytes"]).any():
+            raise CheckpointError(f"{self._files[number][1]}: a block ends inside an element; zero_c does not write such blocks")
 
 
-class Reader:
-    """Pieces of a file, (first, end) in ascending order, each of which is asked for once, in that order; neighbours are
-    read together. The memory that is handed out is used again by the next call.
-    """
-
-    def __init__(self, file, name, pieces):
-        self._file, self._name = file, name
-        self._memory = memoryview(bytearray(BLOCK_BYTES))
-        self._first = self._end = 0  # of what is in memory
-        self._last = {}  # first byte of a run of neighbours -> its end
-        begin = end = None
-        for first, stop in pieces:
-            if first != end:
-                begin = first
-            end = self._last[begin] = stop
-        self._run_end = 0
-
-    def read(self, first, end):
-        """As many bytes from `first` on as there is memory for, at most up to `end`."""
-        self._run_end = self._last.get(first, self._run_end)
-        if not self._first <= first < self._end:
-            self._first, self._end = first, min(self._run_end, first + BLOCK_BYTES)
-            read_into(self._file, first, self._memory[:self._end - first], self._name)
-        return self._memory[first - self._first:min(end, self._end) - self._first]
+def pieces_in(pieces, first, end):
+    """(begin, stop): which of the pieces have some of these bytes."""
+    return int(numpy.searchsorted(pieces["last"], first, "right")), int(numpy.searchsorted(pieces["first"], end, "left"))

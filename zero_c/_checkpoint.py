@@ -28,7 +28,9 @@ locked: on one host a lock that nobody holds tells rank 0's thread that the rank
 
 A load reads the manifest on rank 0, compares it with what is there on all ranks, then
 reads every block that it needs and checks it, and only when all ranks have found all
-well does it read again, into the shards.
+well does it read again, into the shards, and check that too: a block that has changed
+meanwhile makes the load half done, which the error says. Keeping what is overwritten, to
+read once, would cost more: fresh memory is slower than the page cache.
 
 After each step the ranks tell one another whether they could do it (collective()):
 all raise the same error or none does.
@@ -115,14 +117,9 @@ def collective(comm, what, call):
         kept = error
         kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
         text = f"{what}, rank {comm.rank}: {kind}{error}".encode(errors="replace")
-    record = numpy.zeros(1024, numpy.uint8)
-    text = text[:len(record)]
-    record[:len(text)] = numpy.frombuffer(text, numpy.uint8)
-    records = comm.all_gather(record).reshape(comm.world_size, -1)
-    for rank, other in enumerate(records):
-        if other[0]:
-            message = bytes(other).rstrip(b"\0").decode(errors="replace")
-            raise CheckpointError(message) from (kept if rank == comm.rank else None)
+    for rank, other in enumerate(all_texts(comm, text)):
+        if other:
+            raise CheckpointError(other.decode()) from (kept if rank == comm.rank else None)
     return result
 
 

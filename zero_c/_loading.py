@@ -11,6 +11,7 @@ from zero_c._checkpoint import (
     FILES,
     MANIFEST,
     OURS,
+    ROLES,
     collective,
     from_rank_0,
     items_of,
@@ -24,6 +25,11 @@ from zero_c._checkpoint import (
 )
 from zero_c._core import CheckpointError, checksum
 
+TAKEN = ("weight", *ROLES)
+# What a rank reads of a tensor: elements from `begin` on, bytes [first, last) of the file. index: in the engine, or -1 for what is
+# put together before it goes to its place; role: in TAKEN.
+PIECE = numpy.dtype([(name, "<i8") for name in ("item", "index", "role", "elem_bytes", "begin", "first", "last")])
+
 
 class Loading:
     """One load, on one rank."""
@@ -32,7 +38,7 @@ class Loading:
         """everywhere: this rank keeps the state of all elements (stage 0)."""
         self._engine, self._comm, self._folder, self._everywhere = engine, comm, Path(folder), everywhere
         self.path = self._folder / MANIFEST
-        self._fds = []
+        self._fds, self._parts = [], {}
 
     def read(self):
         """The manifest: rank 0's, on every rank. Collective."""
@@ -69,11 +75,16 @@ class Loading:
         first_bytes = [min([item.offset for item in items], default=size)
                        for items, (_, _, size) in zip(self._items, opened, strict=True)]
         table_file, table_name, size = self._open(manifest["files"]["blocks"])
-        blocks = _blocks.Blocks([(file, name, first, size) for (file, name, size), first in zip(opened, first_bytes, strict=True)],
-                                read_table(table_file, table_name, manifest["files"]["blocks"]["parts"]), table_name)
-        self._pieces = [[(item, begin, end) for item in items for begin, end in self._wanted(item)] for items in self._items]
+        self._blocks = _blocks.Blocks([(file, name, first, size) for (file, name, size), first in zip(opened, first_bytes, strict=True)],
+                                      read_table(table_file, table_name, manifest["files"]["blocks"]["parts"]), table_name)
+        self._pieces = [self._list_pieces(items) for items in self._items]
         for number, pieces in enumerate(self._pieces):
-            blocks.check(number, [(*bytes_of(*piece), piece[0].name) for piece in pieces])
+            self._blocks.check_edges(number, pieces)
+            for _ in self._read(number):
+                pass
+
+    def _read(self, number):
+        return self._blocks.read(number, self._pieces[number], [item.name for item in self._items[number]])
 
     def _open(self, about):
         path = self._folder / about["name"]
@@ -93,6 +104,21 @@ class Loading:
             if (dtype, shape, end - item.offset) != (_blocks.DTYPES[item.dtype][0], tuple(item.entry.shape), item.bytes):
                 raise CheckpointError(f"{name}: tensor '{item.name}' is {dtype} {shape}, and the manifest says {item.dtype} "
                                       f"{tuple(item.entry.shape)}; the file is damaged or of another save")
+        places = sorted((item.offset, item.offset + item.bytes) for item in items)
+        if any(end > first for (_, end), (first, _) in zip(places, places[1:])):
+            raise CheckpointError(f"{name}: two tensors share bytes; zero_c does not write such files")
+
+    def _list_pieces(self, items):
+        """What this rank reads of a file, in its order, which is that of the engine that wrote it."""
+        found = []
+        for number, item in enumerate(items):
+            index = item.entry.index if item.entry.strides is None else None
+            for begin, end in self._wanted(item):
+                first = item.offset + begin * item.elem_bytes
+                found.append((number, -1 if index is None else index, TAKEN.index(item.role), item.elem_bytes, begin, first,
+                              first + (end - begin) * item.elem_bytes))
+        pieces = numpy.array(found, PIECE)
+        return pieces[numpy.argsort(pieces["first"])]
 
     def _wanted(self, item):
         """Elements of a tensor that this rank reads, as ranges."""
@@ -100,45 +126,49 @@ class Loading:
         elems = item.bytes // item.elem_bytes
         if entry.index is None or entry.strides is not None or (self._everywhere and item.role != "weight"):
             return [(0, elems)] if elems else []
-        return self._engine.parts(entry.index)
+        if entry.index not in self._parts:
+            self._parts[entry.index] = self._engine.parts(entry.index)
+        return self._parts[entry.index]
 
     def apply(self):
         """Local, but for the weights coming together: everything takes its saved values."""
-        for number, pieces in enumerate(self._pieces):
-            reader = _blocks.Reader(self._fds[number], FILES[number], [bytes_of(*piece) for piece in pieces])
-            for piece in pieces:
-                self._apply_piece(*piece, reader)
+        for number, items in enumerate(self._items):
+            self._whole = {}  # name -> the bytes that are there, of those that come in one piece
+            for offset, block in self._read(number):
+                self._take(items, self._pieces[number][slice(*_blocks.pieces_in(self._pieces[number], offset, offset + len(block)))],
+                           offset, block)
         for entry in self._entries:
             if entry.kind == "parameter":
                 saved = self._saved[entry.name]
                 self._engine.set_step_count(entry.index, saved["steps"], saved["has_momentum"])
 
-    def _apply_piece(self, item, begin, end, reader):
-        entry, (first, last) = item.entry, bytes_of(item, begin, end)
-        if entry.index is not None and entry.strides is None:
-            while begin < end:
-                view = reader.read(first, last)
-                stop = begin + len(view) // item.elem_bytes
-                self._engine.write_part(entry.index, item.role, begin, stop, view)
-                begin, first = stop, first + len(view)
+    def _take(self, items, pieces, offset, block):
+        """What a block has of these pieces goes to its places: with one call for all that the engine has row-major of a role."""
+        first, last = numpy.maximum(pieces["first"], offset), numpy.minimum(pieces["last"], offset + len(block))
+        begin = pieces["begin"] + (first - pieces["first"]) // pieces["elem_bytes"]
+        lines = numpy.stack([pieces["index"], begin, begin + (last - first) // pieces["elem_bytes"], first - offset], axis=1)
+        direct = pieces["index"] >= 0
+        for role in numpy.unique(pieces["role"][direct]):
+            self._engine.write_parts(TAKEN[role], lines[direct & (pieces["role"] == role)], block)
+        for piece, begin, end in zip(pieces[~direct], first[~direct], last[~direct], strict=True):
+            self._take_whole(items[piece["item"]], int(piece["first"]), block[begin - offset:end - offset], int(begin))
+
+    def _take_whole(self, item, first, part, place):
+        whole = self._whole.setdefault(item.name, bytearray(item.bytes))
+        whole[place - first:place - first + len(part)] = part
+        if place - first + len(part) < item.bytes:
             return
-        whole = numpy.empty(item.bytes, numpy.uint8)
-        while first < last:
-            view = reader.read(first, last)
-            whole[item.bytes - (last - first):][:len(view)] = view
-            first += len(view)
-        values = whole.view(numpy_dtype(item.dtype)).reshape(entry.shape)
-        if entry.index is None:
-            entry.store(values)
+        values = numpy.frombuffer(self._whole.pop(item.name), numpy_dtype(item.dtype)).reshape(item.entry.shape)
+        if item.entry.index is None:
+            item.entry.store(values)
         else:
             self._write_whole(item, values)
 
     def _write_whole(self, item, values):
         flat = stored(values, item.entry)
-        if item.role != "weight":
-            return self._engine.write_part(item.entry.index, item.role, 0, len(flat), flat.view(numpy.uint8))
-        for begin, end in self._engine.parts(item.entry.index):
-            self._engine.write_part(item.entry.index, "weight", begin, end, flat[begin:end].view(numpy.uint8))
+        ranges = self._engine.parts(item.entry.index) if item.role == "weight" else [(0, len(flat))]
+        lines = [(item.entry.index, begin, end, begin * item.elem_bytes) for begin, end in ranges]
+        self._engine.write_parts(item.role, numpy.array(lines, numpy.int64), flat.view(numpy.uint8))
 
     def close(self):
         for file in self._fds:
@@ -182,11 +212,6 @@ def load(engine, comm, folder, everywhere, groups, optimizer, like, list_entries
         return manifest
     finally:
         loading.close()
-
-
-def bytes_of(item, begin, end):
-    """Where elements of a tensor are in its file."""
-    return item.offset + begin * item.elem_bytes, item.offset + end * item.elem_bytes
 
 
 def is_count(value):

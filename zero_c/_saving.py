@@ -1,5 +1,6 @@
 """Saving: _checkpoint.py has the protocol."""
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -18,6 +19,7 @@ from zero_c._checkpoint import (
     MANIFEST,
     OURS,
     VERSION_OF_FORMAT,
+    all_texts,
     collective,
     from_rank_0,
     items_of,
@@ -26,7 +28,7 @@ from zero_c._checkpoint import (
     shaped,
     unseal,
 )
-from zero_c._core import CheckpointError, checksum
+from zero_c._core import CheckpointError, CommError, checksum
 from zero_c._version import VERSION
 
 POLL_S = 0.05
@@ -76,33 +78,39 @@ def plan(items):
 def copy_parts(engine, comm, items, sink):
     """This rank's parts, in blocks, to sink(file, offset, memory); the blocks' table. Collective.
 
-    An error of the sink is raised at the end: until then peers may need this rank, for parameters that are put together.
+    An error of this rank is raised at the end: until then peers may need it, for parameters that are put together.
     """
     failed = []
 
-    def careful(*block):
+    def unless_failed(call, *args):
         try:
-            if not failed:
-                sink(*block)
-        except OSError as error:
+            return call(*args) if not failed else None
+        except CommError:
+            raise
+        except Exception as error:
             failed.append(error)
 
-    writer = _blocks.Writer(careful)
+    writer = _blocks.Writer(sink)
     for item in items:
-        if item.entry.index is None:
-            whole = item.entry.values() if comm.rank == 0 else None
+        index = item.entry.index
+        if index is None:
+            if comm.rank == 0:
+                unless_failed(lambda: writer.write(item.file, item.offset, row_major(item.entry.values())))
         elif item.entry.strides is None:
-            copy_own(engine, item, writer)
-            continue
+            unless_failed(copy_own, engine, item, writer)
         else:
-            index = item.entry.index
-            whole = shaped(engine.fetch(index) if item.role == "weight" else engine.read(index, item.role), item.entry)
-        if comm.rank == 0:
-            writer.write(item.file, item.offset, numpy.ascontiguousarray(whole).reshape(-1).view(numpy.uint8))
-    table = writer.table()
+            whole = engine.fetch(index) if item.role == "weight" else engine.read(index, item.role)
+            if comm.rank == 0:
+                unless_failed(lambda: writer.write(item.file, item.offset, row_major(shaped(whole, item.entry))))
+    table = unless_failed(writer.table)
     if failed:
         raise failed[0]
     return table
+
+
+def row_major(values):
+    """The bytes of an array, copied if they are stored otherwise."""
+    return numpy.ascontiguousarray(values).reshape(-1).view(numpy.uint8)
 
 
 def copy_own(engine, item, writer):
@@ -123,18 +131,20 @@ class Saving:
         entries, self._about = describe_all()
         self._items = items_of(entries)
         self._tensors = [describe(entry, engine) for entry in entries]
+        # A thread in the background may outlive the communicator, and asks it nothing.
+        self.rank, self._ranks, self._on_one_host = comm.rank, comm.world_size, comm.local_world_size == comm.world_size
         self._lock, self._promised, self._fds, self._published = None, None, [], False
         planned = [plan(items) for items in self._items]
         self._headers, self._sizes = ([part[k] for part in planned] for k in (0, 1))
 
     def begin(self):
         """Files at full size, open on every rank."""
-        name = collective(self._comm, self.what, self._make if self._comm.rank == 0 else lambda: b"")
+        name = collective(self._comm, self.what, self._make if self.rank == 0 else lambda: b"")
         self._save = from_rank_0(self._comm, name).decode()
         collective(self._comm, self.what, self._open)
 
     def _make(self):
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             lock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,9 +155,7 @@ class Saving:
             self._clean(unseal(kept, self._folder / MANIFEST))
         self._save = secrets.token_hex(8)
         for number, header in enumerate(self._headers):
-            with open(self._path(FILES[number]), "xb") as file:
-                reserve(file.fileno(), self._sizes[number])
-                _blocks.write_exactly(file.fileno(), 0, header)
+            make_file(self._path(FILES[number]), self._sizes[number], header)
         return self._save.encode()
 
     def _path(self, kind):
@@ -155,10 +163,7 @@ class Saving:
 
     def _open(self):
         for number, kind in enumerate(FILES):
-            self._fds.append(os.open(self._path(kind), os.O_WRONLY | os.O_CLOEXEC))
-            if os.fstat(self._fds[number]).st_size != self._sizes[number]:
-                raise CheckpointError(f"{self._path(kind)} is not the file that rank 0 made; the folder must be one that all "
-                                      f"ranks share")
+            self._fds.append(open_made(self._path(kind), self._sizes[number]))
 
     def copy(self, sink):
         """Local, but for parameters not stored row-major: this rank's parts, in blocks, to sink(file, offset, memory)."""
@@ -177,15 +182,10 @@ class Saving:
         self._parts = self._comm.all_gather(own).reshape(-1, 3).view(numpy.uint64)
         lines = int(self._parts[:, 0].sum())
         header, (start,), size = _blocks.plan_file([("blocks", "uint8", (lines, _blocks.LINE.itemsize))], {})
-        first = start + int(self._parts[:self._comm.rank, 0].sum()) * _blocks.LINE.itemsize
+        first = start + int(self._parts[:self.rank, 0].sum()) * _blocks.LINE.itemsize
         self._sizes.append(size)
 
-        def make():
-            with open(self._path("blocks"), "xb") as file:
-                reserve(file.fileno(), size)
-                _blocks.write_exactly(file.fileno(), 0, header)
-
-        collective(self._comm, self.what, make if self._comm.rank == 0 else lambda: None)
+        collective(self._comm, self.what, lambda: make_file(self._path("blocks"), size, header) if self.rank == 0 else None)
         return table, first
 
     def flush(self, table, first):
@@ -249,24 +249,24 @@ class Saving:
 
     def promise(self):
         """Collective: from now on a file is locked by each rank but 0, until it has written or is gone."""
-        collective(self._comm, self.what, self._promise if self._comm.rank else lambda: None)
+        collective(self._comm, self.what, self._promise if self.rank else lambda: None)
 
     def _promise(self):
-        self._promised = os.open(self.promise_path(self._comm.rank), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._promised = os.open(self.promise_path(self.rank), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         lock(self._promised, fcntl.LOCK_EX)
 
     def tell_done(self, text):
         """Rank 0's thread learns that this rank has written, or why not."""
         _blocks.write_exactly(self._promised, 0, text.encode())
-        os.rename(self.promise_path(self._comm.rank), self.done_path(self._comm.rank))
+        os.rename(self.promise_path(self.rank), self.done_path(self.rank))
 
     def wait_done(self, given_up):
-        """Rank 0's thread: until all have written; CheckpointError with the sentence of one that could not.
+        """Rank 0's thread: until all have written, or the sentence of one that could not; CheckpointError if one is not heard of.
 
         given_up: an event; nobody wants the checkpoint any more.
         """
         end = time.monotonic() + PATIENCE_S
-        for rank in range(1, self._comm.world_size):
+        for rank in range(1, self._ranks):
             path = self.done_path(rank)
             while not path.exists():
                 if self._broke_promise(rank) and not path.exists():
@@ -278,10 +278,11 @@ class Saving:
                     raise CheckpointError(f"rank {rank} had not written its part when the ranks lost one another")
             text = path.read_text()
             if text:
-                raise CheckpointError(text)
+                return text
+        return None
 
     def _broke_promise(self, rank):
-        if self._comm.local_world_size != self._comm.world_size:  # a lock may not reach other hosts
+        if not self._on_one_host:  # a lock may not reach other hosts
             return False
         try:
             file = os.open(self.promise_path(rank), os.O_RDWR | os.O_CLOEXEC)
@@ -306,6 +307,44 @@ def reserve(file, size):
         os.truncate(file, size)
 
 
+def make_folder(folder):
+    """The folder and those around it, where they are missing, on the disk."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        flush_folder(path.parent)
+
+
+def flush_folder(folder):
+    """The names in a folder are on the disk after this."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def make_file(path, size, header):
+    """A file of this size that was not there before, with its header; none, if that fails."""
+    with open(path, "xb") as file:
+        try:
+            reserve(file.fileno(), size)
+            _blocks.write_exactly(file.fileno(), 0, header)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+
+
+def open_made(path, size):
+    """A descriptor, for writing, of the file that rank 0 has made under a name that no other file ever had."""
+    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    if os.fstat(file).st_size != size:
+        os.close(file)
+        raise CheckpointError(f"{path} is not the file that rank 0 made; the folder must be one that all ranks share")
+    return file
+
+
 def start(engine, comm, folder, describe_all, sink_of):
     """Collective: a Saving whose ranks have handed their parts to sink_of(saving), this rank's table, and where that goes."""
     engine.sync("save")  # first of all: a rank may still be in a backward that another took no part in
@@ -324,7 +363,9 @@ def start(engine, comm, folder, describe_all, sink_of):
 
 
 def save(engine, comm, folder, describe_all):
-    """Collective. All ranks return, or raise the same CheckpointError and the folder's checkpoint is the old one."""
+    """Collective. All ranks return, or raise the same CheckpointError and the folder's checkpoint is the old one; or the new one,
+    if no more failed than the last flush of the folder, so that a crash of the machine could bring back the old one.
+    """
     saving, table, first = start(engine, comm, folder, describe_all, lambda saving: saving.write)
     done = False
     try:
@@ -336,14 +377,30 @@ def save(engine, comm, folder, describe_all):
 
 
 class Background:
-    """A save whose writing goes on in a thread; made by async_save()."""
+    """A save whose writing goes on in a thread; made by async_save().
+
+    The thread needs no communicator, and the interpreter waits for it when it ends. An error that no wait() has raised by
+    then is told by sys.unraisablehook, which writes it to stderr.
+    """
 
     def __init__(self, engine, comm, folder, describe_all):
         self._engine, self._comm, self._error, self._blocks = engine, comm, None, []
         self._given_up = threading.Event()
+        self._unheard = None  # what the end of the interpreter calls
         saving, table, first = start(engine, comm, folder, describe_all, self._begin)
         self._thread = threading.Thread(target=self._run, args=(saving, table, first), name="zero_c save")
-        self._thread.start()
+        done = False
+        try:
+            collective(comm, saving.what, self._thread.start)
+            done = True
+        finally:
+            if not done:
+                self._given_up.set()
+                if self._thread.ident is None:
+                    saving.close(failed=True)
+                else:
+                    self._thread.join()
+                self._heard()
 
     def _begin(self, saving):
         saving.promise()
@@ -353,24 +410,32 @@ class Background:
         self._blocks.append((file, offset, bytes(memory)))
 
     def _run(self, saving, table, first):
-        rank = self._comm.rank
+        what = f"{saving.what} in the background, rank {saving.rank}"
+        error = None
         try:
             for block in self._blocks:
                 saving.write(*block)
             saving.flush(table, first)
-        except Exception as error:
-            self._error = f"{saving.what}, rank {rank}: {type(error).__name__}: {error}"
+        except Exception as failure:
+            error = f"{what}: {type(failure).__name__}: {failure}"
         self._blocks = []
         try:
-            if rank:
-                saving.tell_done(self._error or "")
+            if saving.rank:
+                saving.tell_done(error or "")
             else:
-                saving.wait_done(self._given_up)
-                if self._error is None:
+                error = saving.wait_done(self._given_up) if error is None else error
+                if error is None:
                     saving.publish()
-        except Exception as error:
-            self._error = self._error or f"{saving.what}, rank {rank}: {error}"
-        saving.close(failed=self._error is not None)
+        except Exception as failure:
+            error = error or f"{what}: {failure}"
+        if error is not None:
+            self._error, self._unheard = error, raiser(error)
+            atexit.register(self._unheard)
+        saving.close(failed=error is not None)
+
+    def _heard(self):
+        if self._unheard is not None:
+            atexit.unregister(self._unheard)
 
     def wait(self):
         """Collective: until the checkpoint is on the disk. CheckpointError on all ranks if it could not be written."""
@@ -380,13 +445,22 @@ class Background:
             while self._comm.all_reduce(numpy.array([self._thread.is_alive()], numpy.int64))[0]:
                 self._thread.join(POLL_S)
         except BaseException:
-            self._given_up.set()
+            if not self._comm.closed:  # without a communicator threads go on as they would without this call
+                self._given_up.set()
             raise
         finally:
             self._thread.join()
 
-        def outcome():
-            if self._error is not None:
-                raise CheckpointError(self._error)
+        errors = [text.decode() for text in all_texts(self._comm, (self._error or "").encode()) if text]
+        self._heard()
+        if errors:
+            raise CheckpointError(errors[0])
 
-        collective(self._comm, "save in the background", outcome)
+
+def raiser(text):
+    """A function for the end of the interpreter, which reports what its last functions raise and goes on."""
+
+    def save_failed():
+        raise CheckpointError(text)
+
+    return save_failed

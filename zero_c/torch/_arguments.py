@@ -107,14 +107,18 @@ def name_all(groups, names, first_group=0):
 
 
 def check_once(groups, names):
-    """A parameter may be listed once only."""
-    seen = {}
+    """A parameter may be listed once only, and a name may be one parameter's only: checkpoints have them by name."""
+    seen, named = {}, {}
     for number, group in enumerate(groups):
         for tensor in group["params"]:
+            name = names[id(tensor)]
             if id(tensor) in seen:
-                raise ValueError(f"parameter '{names[id(tensor)]}' appears twice: in group {seen[id(tensor)]} and in "
+                raise ValueError(f"parameter '{name}' appears twice: in group {seen[id(tensor)]} and in "
                                  f"group {number}; it would be updated twice")
-            seen[id(tensor)] = number
+            if name in named:
+                raise ValueError(f"two parameters are named '{name}': in group {named[name]} and in group {number}; give each a "
+                                 f"name of its own")
+            seen[id(tensor)] = named[name] = number
 
 
 def device_of(named):

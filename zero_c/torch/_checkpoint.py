@@ -35,7 +35,7 @@ def entries(opt):
             entry.values, entry.store = lambda: as_values(tensor), lambda values: store(tensor, values)
         if entry.index is not None:
             strides = opt._windows.layout[id(tensor)][1] if opt._windows is not None else tensor.stride()
-            if not torch.empty_strided(tensor.shape, strides, device="meta").is_contiguous():
+            if not is_row_major(entry.shape, strides):
                 entry.strides = tuple(strides)
         found.append(entry)
 
@@ -49,6 +49,15 @@ def entries(opt):
         for name, tensor in persistent_buffers(opt._whole):
             add(name, tensor, "buffer")
     return found
+
+
+def is_row_major(shape, strides):
+    wanted = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != wanted:
+            return 0 in shape
+        wanted *= size
+    return True
 
 
 def aliases(opt):

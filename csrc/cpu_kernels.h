@@ -86,6 +86,9 @@ typedef struct cpu_kernels {
      * wrap.  `to` may be one of the inputs.
      */
     void (*combine)(void *to, const void *const *in, size_t ranks, size_t count, zc_dtype dtype, cpu_op op);
+
+    /* zc_checksum of zero_c.h, which defines the sums. */
+    void (*checksum)(const void *data, size_t bytes, uint64_t sums[2]);
 } cpu_kernels;
 
 /*

@@ -203,6 +203,46 @@ static void convert(void *to, zc_dtype to_dtype, const void *from, zc_dtype from
     }
 }
 
+/* ---- checksums -------------------------------------------------------------- */
+
+#define PAIRS 4u
+
+typedef uint64_t pair_lanes __attribute__((vector_size(8 * PAIRS)));
+
+/*
+ * Fletcher's sums, wide enough that nothing has to be reduced, in eight lanes.  Lane k sums words k, k + 8, ...: `a` of
+ * it, and `b` as the sum of all its a's so far.  After g groups of eight, a word of lane k in group i has been added
+ * g - i times; of the whole it must count 8 (g - i) - k times.  A vector holds four words with even k and, above them,
+ * those with odd k, so that no element has to move.
+ */
+static void checksum(const void *data, size_t bytes, uint64_t sums[2])
+{
+    const unsigned char *at = data;
+    pair_lanes a[2] = {{0}}, b[2] = {{0}};
+    for (size_t g = bytes / sizeof(pair_lanes); g > 0; g--, at += sizeof(pair_lanes)) {
+        pair_lanes words;
+        memcpy(&words, at, sizeof words);
+        a[0] += words & UINT32_MAX;
+        a[1] += words >> 32;
+        b[0] += a[0];
+        b[1] += a[1];
+    }
+    sums[0] = sums[1] = 0;
+    for (unsigned k = 0; k < 2 * PAIRS; k++) {
+        sums[0] += a[k % 2][k / 2];
+        sums[1] += 2 * PAIRS * b[k % 2][k / 2] - k * a[k % 2][k / 2];
+    }
+    for (size_t left = bytes % sizeof(pair_lanes); left > 0;) {
+        size_t here = left < 4 ? left : 4;
+        uint32_t word = 0;
+        memcpy(&word, at, here);
+        sums[0] += word;
+        sums[1] += sums[0]; /* every word so far counts once more */
+        at += here;
+        left -= here;
+    }
+}
+
 #include "cpu_reduce_body.h"
 #include "cpu_update_body.h"
 
@@ -217,4 +257,5 @@ const cpu_kernels CPU_ISA_TABLE = {
     .master_write = master_write,
     .convert = convert,
     .combine = combine,
+    .checksum = checksum,
 };

@@ -4,6 +4,7 @@
  * where they are implemented (engine.c, bucket.c, engine_*.c).
  */
 #include "comm.h"
+#include "cpu_kernels.h"
 #include "cuda_load.h"
 #include "engine.h"
 #include "mem_comm.h"
@@ -167,4 +168,9 @@ zc_status zc_engine_create(zc_comm *comm, const zc_engine_config *config, const 
     ZC_TRY(comm_give_up(comm, "construction", comm->ops->device ? comm->ops->device(comm, &device)
                                                                 : cpu_device_create(threads, &device)));
     return engine_create(comm, device, NULL, config, params, count, groups, group_count, out);
+}
+
+void zc_checksum(const void *data, size_t bytes, uint64_t sums[2])
+{
+    cpu_kernels_get()->checksum(data, bytes, sums);
 }

@@ -28,7 +28,7 @@ LAYERS = {
     "cu.h": "cuda", "cuda_": "cuda", "nccl_": "cuda", "plugin_status": "cuda", "emu_cuda.h": "cuda",
     "cuda_load": "backends", "cuda/cuda_plugin.h": "plugin",
     "engine": "engine", "bucket": "engine",
-    "zero_c.h": "api", "zc_api": "api glue", "checksum": "api glue",
+    "zero_c.h": "api", "zc_api": "api glue",
     "py_": "python", "dlpack_abi.h": "python",
 }
 MAY_INCLUDE = {

@@ -10,6 +10,7 @@ checksums. The blocks' table (a line for each: file, offset, bytes, two sums) is
 file of its own, in which every rank's lines are together.
 """
 
+import itertools
 import json
 import math
 import os
@@ -21,6 +22,9 @@ from zero_c._core import CheckpointError, checksum
 
 BLOCK_BYTES = 1 << 20
 HEADER_MOST_BYTES = 100 << 20  # as the safetensors library
+# What is read of a tensor: elements from `begin` on, bytes [first, last) of the file, by cut() those from `at` on of a block.
+# item, index, role: the caller's.
+PIECE = numpy.dtype([(name, "<i8") for name in ("item", "index", "role", "elem_bytes", "begin", "first", "last", "block", "at")])
 LINE = numpy.dtype([("file", "<u4"), ("bytes", "<u4"), ("offset", "<u8"), ("sums", "<u8", 2)])
 
 # dtype -> its name in safetensors files, and bytes of an element.
@@ -161,38 +165,40 @@ class Blocks:
         if len(table) != sum(map(len, self._lines)):
             raise CheckpointError(f"{table_name}: names files that this checkpoint has not; it is damaged")
 
-    def read(self, number, pieces, names):
-        """(offset, memory) of each block that has some byte of the pieces of a file, in the order of the file; CheckpointError
-        if one is not as it was written. The memory is used again by the next block.
+    def cut(self, number, pieces):
+        """Of PIECEs of a file, ascending: one for each block that has some of it, with its place in the block. CheckpointError
+        if a block ends inside an element.
+        """
+        offsets, ends = self._offsets[number], self._ends[number]
+        from_block = numpy.searchsorted(offsets, pieces["first"], "right") - 1
+        counts = numpy.searchsorted(offsets, pieces["last"], "left") - from_block
+        found = numpy.repeat(pieces, counts)
+        found["block"] = numpy.arange(len(found)) + numpy.repeat(from_block - (counts.cumsum() - counts), counts)
+        first = numpy.maximum(found["first"], offsets[found["block"]])
+        before = first - found["first"]
+        if (before % found["elem_bytes"]).any():
+            raise CheckpointError(f"{self._files[number][1]}: a block ends inside an element; zero_c does not write such blocks")
+        found["begin"] += before // found["elem_bytes"]
+        found["first"], found["last"] = first, numpy.minimum(found["last"], ends[found["block"]])
+        found["at"] = first - offsets[found["block"]]
+        return found
 
-        pieces: an array with the fields "first", "last" (bytes, ascending), "elem_bytes" and "item", a number in `names`.
+    def read(self, number, pieces, names):
+        """(memory, begin, stop) of each block that has some of the pieces of a file, in the order of the file: it has
+        pieces[begin:stop]. CheckpointError if one is not as it was written. The memory is used again by the next block.
+
+        pieces: of cut(); names: of their items.
         """
         file, name = self._files[number][:2]
-        lines, offsets, ends = self._lines[number], self._offsets[number], self._ends[number]
-        change = numpy.zeros(len(lines) + 1, numpy.int64)
-        numpy.add.at(change, numpy.searchsorted(offsets, pieces["first"], "right") - 1, 1)
-        numpy.add.at(change, numpy.searchsorted(offsets, pieces["last"], "left"), -1)
-        for k in numpy.flatnonzero(change.cumsum()[:-1]):
-            offset, end = int(offsets[k]), int(ends[k])
+        lines = self._lines[number]
+        begins = numpy.flatnonzero(numpy.diff(pieces["block"], prepend=-1)).tolist()
+        for begin, stop in itertools.pairwise([*begins, len(pieces)]):
+            line = lines[pieces["block"][begin]]
+            offset, end = int(line["offset"]), int(line["offset"]) + int(line["bytes"])
             view = self._memory[:end - offset]
             read_into(file, offset, view, name)
-            if checksum(view) != tuple(map(int, lines["sums"][k])):
-                inside = pieces["item"][slice(*pieces_in(pieces, offset, end))]
-                first, last = names[inside[0]], names[inside[-1]]
+            if checksum(view) != tuple(line["sums"].tolist()):
+                first, last = names[pieces["item"][begin]], names[pieces["item"][stop - 1]]
                 where = f"tensor '{first}'" if first == last else f"tensors '{first}' to '{last}'"
                 raise CheckpointError(f"{name}: bytes {offset} to {end} are not what was written ({where}); the file is damaged")
-            yield offset, view
-
-    def check_edges(self, number, pieces):
-        """CheckpointError if a block ends inside an element of the pieces."""
-        edges = self._offsets[number]
-        at = numpy.searchsorted(pieces["first"], edges, "right") - 1
-        inside = (at >= 0) & (edges < pieces["last"][at]) if len(pieces) else numpy.zeros(0, bool)
-        held = pieces[at[inside]]
-        if ((edges[inside] - held["first"]) % held["elem_bytes"]).any():
-            raise CheckpointError(f"{self._files[number][1]}: a block ends inside an element; zero_c does not write such blocks")
-
-
-def pieces_in(pieces, first, end):
-    """(begin, stop): which of the pieces have some of these bytes."""
-    return int(numpy.searchsorted(pieces["last"], first, "right")), int(numpy.searchsorted(pieces["first"], end, "left"))
+            yield view, begin, stop

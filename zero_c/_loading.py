@@ -26,9 +26,6 @@ from zero_c._checkpoint import (
 from zero_c._core import CheckpointError, checksum
 
 TAKEN = ("weight", *ROLES)
-# What a rank reads of a tensor: elements from `begin` on, bytes [first, last) of the file. index: in the engine, or -1 for what is
-# put together before it goes to its place; role: in TAKEN.
-PIECE = numpy.dtype([(name, "<i8") for name in ("item", "index", "role", "elem_bytes", "begin", "first", "last")])
 
 
 class Loading:
@@ -77,9 +74,8 @@ class Loading:
         table_file, table_name, size = self._open(manifest["files"]["blocks"])
         self._blocks = _blocks.Blocks([(file, name, first, size) for (file, name, size), first in zip(opened, first_bytes, strict=True)],
                                       read_table(table_file, table_name, manifest["files"]["blocks"]["parts"]), table_name)
-        self._pieces = [self._list_pieces(items) for items in self._items]
-        for number, pieces in enumerate(self._pieces):
-            self._blocks.check_edges(number, pieces)
+        self._pieces = [self._blocks.cut(number, self._list_pieces(items)) for number, items in enumerate(self._items)]
+        for number in range(len(FILES)):
             for _ in self._read(number):
                 pass
 
@@ -109,15 +105,18 @@ class Loading:
             raise CheckpointError(f"{name}: two tensors share bytes; zero_c does not write such files")
 
     def _list_pieces(self, items):
-        """What this rank reads of a file, in its order, which is that of the engine that wrote it."""
+        """What this rank reads of a file, in its order, which is that of the engine that wrote it.
+
+        Of a piece, index: in the engine, or -1 for what is put together before it goes to its place; role: in TAKEN.
+        """
         found = []
         for number, item in enumerate(items):
             index = item.entry.index if item.entry.strides is None else None
             for begin, end in self._wanted(item):
                 first = item.offset + begin * item.elem_bytes
                 found.append((number, -1 if index is None else index, TAKEN.index(item.role), item.elem_bytes, begin, first,
-                              first + (end - begin) * item.elem_bytes))
-        pieces = numpy.array(found, PIECE)
+                              first + (end - begin) * item.elem_bytes, 0, 0))
+        pieces = numpy.array(found, _blocks.PIECE)
         return pieces[numpy.argsort(pieces["first"])]
 
     def _wanted(self, item):
@@ -134,29 +133,29 @@ class Loading:
         """Local, but for the weights coming together: everything takes its saved values."""
         for number, items in enumerate(self._items):
             self._whole = {}  # name -> the bytes that are there, of those that come in one piece
-            for offset, block in self._read(number):
-                self._take(items, self._pieces[number][slice(*_blocks.pieces_in(self._pieces[number], offset, offset + len(block)))],
-                           offset, block)
+            pieces = self._pieces[number]
+            lines = numpy.stack([pieces["index"], pieces["begin"], pieces["begin"] + (pieces["last"] - pieces["first"]) // pieces["elem_bytes"],
+                                 pieces["at"]], axis=1)
+            # Those that follow one another and are of one role and one block go to their places together.
+            runs = numpy.flatnonzero(numpy.diff(pieces["role"]) | numpy.diff(pieces["index"] < 0)) + 1
+            for block, begin, stop in self._read(number):
+                cuts = runs[slice(*numpy.searchsorted(runs, (begin + 1, stop)))].tolist()
+                for first, last in zip([begin, *cuts], [*cuts, stop], strict=True):
+                    if pieces["index"][first] >= 0:
+                        self._engine.write_parts(TAKEN[pieces["role"][first]], lines[first:last], block)
+                    else:
+                        for piece in pieces[first:last]:
+                            self._take_whole(items[piece["item"]], piece, block)
         for entry in self._entries:
             if entry.kind == "parameter":
                 saved = self._saved[entry.name]
                 self._engine.set_step_count(entry.index, saved["steps"], saved["has_momentum"])
 
-    def _take(self, items, pieces, offset, block):
-        """What a block has of these pieces goes to its places: with one call for all that the engine has row-major of a role."""
-        first, last = numpy.maximum(pieces["first"], offset), numpy.minimum(pieces["last"], offset + len(block))
-        begin = pieces["begin"] + (first - pieces["first"]) // pieces["elem_bytes"]
-        lines = numpy.stack([pieces["index"], begin, begin + (last - first) // pieces["elem_bytes"], first - offset], axis=1)
-        direct = pieces["index"] >= 0
-        for role in numpy.unique(pieces["role"][direct]):
-            self._engine.write_parts(TAKEN[role], lines[direct & (pieces["role"] == role)], block)
-        for piece, begin, end in zip(pieces[~direct], first[~direct], last[~direct], strict=True):
-            self._take_whole(items[piece["item"]], int(piece["first"]), block[begin - offset:end - offset], int(begin))
-
-    def _take_whole(self, item, first, part, place):
+    def _take_whole(self, item, piece, block):
         whole = self._whole.setdefault(item.name, bytearray(item.bytes))
-        whole[place - first:place - first + len(part)] = part
-        if place - first + len(part) < item.bytes:
+        begin, end, at = int(piece["first"]) - item.offset, int(piece["last"]) - item.offset, int(piece["at"])
+        whole[begin:end] = block[at:at + end - begin]
+        if end < item.bytes:
             return
         values = numpy.frombuffer(self._whole.pop(item.name), numpy_dtype(item.dtype)).reshape(item.entry.shape)
         if item.entry.index is None:

@@ -4,6 +4,7 @@
  * parts in an engine of any other stage and number of ranks.  And the checksum.
  */
 #include "comm.h"
+#include "cpu_kernels.h"
 #include "elsewhere.h"
 #include "engine.h"
 #include "testing.h"
@@ -379,6 +380,7 @@ static void misuse_is_refused(void)
 
 static void checksum_is_as_defined(void)
 {
+    static const char *const sets[] = {"base", "avx2", "avx512"};
     unsigned char data[400];
     uint64_t state = 1;
     for (size_t k = 0; k < sizeof data; k++)
@@ -397,6 +399,13 @@ static void checksum_is_as_defined(void)
             }
             zc_checksum(exact, bytes, sums);
             CHECK(sums[0] == a && sums[1] == b);
+            for (size_t s = 0; s < 3; s++) {
+                const cpu_kernels *kernels = cpu_kernels_named(sets[s]);
+                if (!kernels)
+                    continue;
+                kernels->checksum(exact, bytes, sums);
+                CHECK(sums[0] == a && sums[1] == b);
+            }
             free(exact);
         }
 }

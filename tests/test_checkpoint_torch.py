@@ -245,6 +245,9 @@ def test_names_are_told_apart_when_the_optimizer_is_made():
     with zero_c.init(0, 1) as comm:
         with pytest.raises(ValueError, match="two parameters are named 'a': in group 0 and in group 0"):
             ShardedOptimizer(twice, optimizer="sgd", lr=0.1, comm=comm)
+        opt = ShardedOptimizer(twice[:1], optimizer="sgd", lr=0.1, comm=comm)
+        with pytest.raises(ValueError, match="another parameter of this optimizer is named 'a'"):
+            opt.add_param_group({"params": twice[1:]})
 
 
 # ---- the weights alone ------------------------------------------------------------------

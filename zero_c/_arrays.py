@@ -255,7 +255,7 @@ class ShardedOptimizer:
         self._close_round()
         manifest = _loading.load(self._engine, self.comm, path, self._stage == 0, self.param_groups, self._optimizer,
                                  _checkpoint.like, self._entries, self._core_groups)
-        if self.loss_scale is not None and manifest["loss_scale"].get("dynamic") is True:
+        if self.loss_scale is not None and manifest["loss_scale"]["dynamic"]:
             self.loss_scale = manifest["loss_scale"]["value"]
         self.last_step.steps = manifest["steps"]
         self._write_back()

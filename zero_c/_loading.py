@@ -257,7 +257,7 @@ def check_form(manifest, path):
              and not {"params", "param_names"} & group["options"].keys(), f"group {number} is not described")
     scale = manifest["loss_scale"]
     need(type(scale.get("value")) in (int, float) and 0 < scale["value"] <= sys.float_info.max and is_count(scale.get("good"))
-         and is_count(scale.get("floored")), "the loss scale is not told")  # True is an int, and no scale
+         and is_count(scale.get("floored")) and isinstance(scale.get("dynamic"), bool), "the loss scale is not told")  # True is an int, and no scale
     need(is_count(manifest.get("steps")), "the number of steps is not told")
 
 

@@ -292,6 +292,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for tensor in group["params"]:
                 if any(tensor is other for old in self.param_groups for other in old["params"]):
                     raise ValueError(f"parameter '{names[id(tensor)]}' is in a group of this optimizer already")
+                if any(names[id(tensor)] == name for name, *_ in (*self._managed, *self._frozen)):
+                    raise ValueError(f"another parameter of this optimizer is named '{names[id(tensor)]}'; give (name, tensor) pairs "
+                                     f"with names of their own")
             return _agree.describe([{**self.defaults, **group}], names, {"groups so far": number}), (group, names)
 
         group, names = _agree.checked(self._comm, "add_param_group", prepare)
@@ -793,7 +796,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def async_save(self, path):
         """As save(), but returns when every rank has copied its parts (its shards once more, in memory); collective.
 
-        Writing goes on in a thread. wait_saved(), and the next save or load, return when it is done or raise its error.
+        Writing goes on in a thread, also when the communicator is closed, and is finished before the process ends.
+        wait_saved(), and the next save or load, return when it is done or raise its error; an error that none of them has
+        met goes to sys.unraisablehook (standard error) at the end.
         """
         self.wait_saved()
         self._refresh_written()

@@ -45,7 +45,7 @@ class LossScale:
         """A dynamic scale goes on where a dynamic one was; after any other, which found nothing out, it starts anew."""
         if not self.dynamic:
             return
-        if state.get("dynamic") is True:
+        if state["dynamic"]:
             self.value, self.good, self.floored = float(state["value"]), int(state["good"]), int(state["floored"])
         else:
             self.value, self.good, self.floored = self.START, 0, 0

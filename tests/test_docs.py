@@ -126,6 +126,6 @@ def test_messages_are_still_those_of_the_sources():
     table = (ROOT / "docs" / "errors.md").read_text().split("## Common messages")[1]
     messages = re.findall(r'^\| "(.*?)" \|', table, re.M)
     assert len(messages) > 10
-    sources = "".join(path.read_text() for path in [*(ROOT / "zero_c").rglob("*.py"), *(ROOT / "csrc").glob("*.c")])
+    sources = "".join(path.read_text() for path in [*(ROOT / "zero_c").rglob("*.py"), *(ROOT / "csrc").glob("*.[ch]")])
     whole = re.sub(r'"\s*\n\s*f?"', "", sources)  # literals that go on in the next line
     assert [message for message in messages if message not in whole] == []

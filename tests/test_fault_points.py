@@ -11,7 +11,7 @@ import fault_build
 import pytest
 from test_c import CSRC, run
 
-JOBS = 6  # under way at a time
+JOBS = 10  # under way at a time
 DEADLINE_S = 500
 VARIANTS = ["start", "0", "1", "2", "3"]
 

@@ -261,8 +261,6 @@ zc_status mem_fail(mem_group *group, zc_status status, const char *format, ...)
 zc_status mem_failure(mem_group *group);
 /* What has become of a member that will not come any more, for "rank q ..."; NULL: it may still. */
 const char *mem_loss(const mem_group *group, size_t rank);
-/* comm_stopped. */
-size_t mem_stopped(zc_comm *comm, char *text, size_t room_bytes);
 /* Rings every other member whose thread sleeps. */
 void mem_wake_members(mem_group *group);
 /* Number of a member in messages: its rank in the world. */

@@ -88,7 +88,7 @@ static zc_status timed_out(const waiting *w)
     list_members(w, members, list, sizeof list);
     if (w->tag < w->channel->tags)
         snprintf(where, sizeof where, ", tag %u of channel '%s'", w->tag, w->channel->name);
-    if (mem_stopped(&group->public, stopped, sizeof stopped))
+    if (comm_stopped(&group->public, stopped, sizeof stopped))
         snprintf(why, sizeof why, COMM_STOPPED, stopped);
     return mem_fail(group, ZC_ETIMEOUT, "rank %zu waited %.1f s in %s (operation %llu%s); %s: %s; %s", mem_name(group, group->public.rank),
                     (double)(shm_now_ns() - w->start_ns) * 1e-9, w->what, (unsigned long long)w->stamp, where,

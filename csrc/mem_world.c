@@ -358,7 +358,7 @@ const char *mem_loss(const mem_group *group, size_t rank)
     return provider->ops->dead(provider, group->member[rank]) ? "is gone" : NULL;
 }
 
-size_t mem_stopped(zc_comm *comm, char *text, size_t room_bytes)
+static size_t mem_stopped(zc_comm *comm, char *text, size_t room_bytes)
 {
     mem_group *group = (mem_group *)comm;
     mem_provider *provider = group->world->provider;

@@ -106,7 +106,7 @@ def test_torch_is_imported_in_two_places():
 
 def test_a_source_distribution_has_what_the_repository_has(tmp_path):
     if not (ROOT / ".git").exists():
-        pytest.skip("this is no repository")
+        pytest.skip("an unpacked source distribution: there is no repository to compare it with")
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     subprocess.run([sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path], cwd=ROOT, capture_output=True, check=True)
     packed = set((tmp_path / "zero_c.egg-info" / "SOURCES.txt").read_text().splitlines())

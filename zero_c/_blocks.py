@@ -151,7 +151,7 @@ class Blocks:
     def __init__(self, files, table, table_name):
         self._files = files
         self._memory = memoryview(bytearray(BLOCK_BYTES))
-        self._lines, self._offsets, self._ends = [], [], []
+        self._lines = []
         for number, (_, name, first, size) in enumerate(files):
             lines = table[table["file"] == number]
             lines = lines[numpy.argsort(lines["offset"])]
@@ -160,8 +160,6 @@ class Blocks:
             if (lines["bytes"] > BLOCK_BYTES).any() or not numpy.array_equal(wanted[:-1], lines["offset"]) or wanted[-1] != size:
                 raise CheckpointError(f"{table_name}: its blocks do not cover {name}; one of the two is damaged or of another save")
             self._lines.append(lines)
-            self._offsets.append(lines["offset"].astype(numpy.int64))
-            self._ends.append(ends.astype(numpy.int64))
         if len(table) != sum(map(len, self._lines)):
             raise CheckpointError(f"{table_name}: names files that this checkpoint has not; it is damaged")
 
@@ -169,7 +167,8 @@ class Blocks:
         """Of PIECEs of a file, ascending: one for each block that has some of it, with its place in the block. CheckpointError
         if a block ends inside an element.
         """
-        offsets, ends = self._offsets[number], self._ends[number]
+        offsets = self._lines[number]["offset"].astype(numpy.int64)
+        ends = offsets + self._lines[number]["bytes"]
         from_block = numpy.searchsorted(offsets, pieces["first"], "right") - 1
         counts = numpy.searchsorted(offsets, pieces["last"], "left") - from_block
         found = numpy.repeat(pieces, counts)

@@ -256,8 +256,9 @@ def check_form(manifest, path):
         need(isinstance(group, dict) and isinstance(group.get("options"), dict) and is_count(group.get("parameters"))
              and not {"params", "param_names"} & group["options"].keys(), f"group {number} is not described")
     scale = manifest["loss_scale"]
+    # True is an int, and no scale.
     need(type(scale.get("value")) in (int, float) and 0 < scale["value"] <= sys.float_info.max and is_count(scale.get("good"))
-         and is_count(scale.get("floored")) and isinstance(scale.get("dynamic"), bool), "the loss scale is not told")  # True is an int, and no scale
+         and is_count(scale.get("floored")) and isinstance(scale.get("dynamic"), bool), "the loss scale is not told")
     need(is_count(manifest.get("steps")), "the number of steps is not told")
 
 

@@ -289,10 +289,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             names = self._check([group], self.defaults, self._optimizer, None, number)
             if self._waits is not None:
                 _overlap.check_members(self._waits.module, [group], names)
+            taken = {name for name, *_ in (*self._managed, *self._frozen)}
             for tensor in group["params"]:
                 if any(tensor is other for old in self.param_groups for other in old["params"]):
                     raise ValueError(f"parameter '{names[id(tensor)]}' is in a group of this optimizer already")
-                if any(names[id(tensor)] == name for name, *_ in (*self._managed, *self._frozen)):
+                if names[id(tensor)] in taken:
                     raise ValueError(f"another parameter of this optimizer is named '{names[id(tensor)]}'; give (name, tensor) pairs "
                                      f"with names of their own")
             return _agree.describe([{**self.defaults, **group}], names, {"groups so far": number}), (group, names)

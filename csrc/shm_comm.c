@@ -5,6 +5,7 @@
  */
 #define _GNU_SOURCE
 #include "mem_comm.h"
+#include "shm_process.h"
 #include "shm_rendezvous.h"
 #include "shm_segment.h"
 #include "zc_point.h"

@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include "shm_rendezvous.h"
 #include "shm_packet.h"
+#include "shm_process.h"
 #include "shm_sync.h"
 #include "zc_point.h"
 
@@ -11,7 +12,6 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -28,42 +28,6 @@
 #define RETRY_NS 5000000ull
 #define COME_AGAIN_NS 500000000ull /* a rank that died may have been started again */
 #define TURN_MS 40
-
-int shm_process_open(void)
-{
-    int fd = zc_fault() ? (errno = EMFILE, -1) : (int)syscall(SYS_pidfd_open, getpid(), 0);
-    return fd; /* close-on-exec by itself */
-}
-
-int shm_process_ended(int process_fd)
-{
-    struct pollfd end = {process_fd, POLLIN, 0};
-    return poll(&end, 1, 0) == 1 && (end.revents & POLLIN);
-}
-
-/* One line of /proc that begins so, or 0. */
-static int find_line(const char *path, const char *begin, char *line, size_t room_bytes)
-{
-    FILE *file = fopen(path, "re");
-    int found = 0;
-    while (file && !found && fgets(line, (int)room_bytes, file))
-        found = !strncmp(line, begin, strlen(begin));
-    if (file)
-        fclose(file);
-    return found;
-}
-
-/* The pidfd knows the number that the process has here, where another namespace has another. */
-int shm_process_stopped(int process_fd)
-{
-    char path[64], line[256];
-    snprintf(path, sizeof path, "/proc/self/fdinfo/%d", process_fd);
-    if (!find_line(path, "Pid:", line, sizeof line))
-        return 0;
-    long pid = strtol(line + strlen("Pid:"), NULL, 10);
-    snprintf(path, sizeof path, "/proc/%ld/status", pid);
-    return find_line(path, "State:", line, sizeof line) && (strstr(line, "(stopped)") || strstr(line, "(tracing stop)"));
-}
 
 static int same_user(int fd)
 {

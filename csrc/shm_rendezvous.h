@@ -59,11 +59,4 @@ typedef struct shm_rendezvous {
  */
 zc_status shm_rendezvous_meet(const shm_rendezvous *rendezvous, shm_peer *peers);
 
-/* pidfd of the calling process, -1 with errno. */
-int shm_process_open(void);
-/* 1: the process of a pidfd has ended. */
-int shm_process_ended(int process_fd);
-/* 1: it is stopped, by a signal or a debugger; 0: not, or nobody knows. */
-int shm_process_stopped(int process_fd);
-
 #endif

@@ -22,7 +22,7 @@ CSRC = ROOT / "csrc"
 LAYERS = {
     "zc_status": "words", "zc_dtype": "words", "zc_hash": "words", "zc_point": "words",
     "partition": "pure", "optim": "pure", "elem_update": "pure", "cpu_": "pure", "strides": "pure",
-    "shm_segment": "system", "shm_sync": "system", "cpu_threads": "system", "cpu_dispatch": "system",
+    "shm_segment": "system", "shm_sync": "system", "shm_process": "system", "cpu_threads": "system", "cpu_dispatch": "system",
     "device.h": "interfaces", "comm.h": "interfaces", "device_step": "interfaces",
     "cpu_device": "backends", "cpu_slots": "backends", "shm_": "backends", "hub_": "backends", "local_comm": "backends", "mem_": "backends", "comm.c": "backends",
     "cu.h": "cuda", "cuda_": "cuda", "nccl_": "cuda", "plugin_status": "cuda", "emu_cuda.h": "cuda",

@@ -7,6 +7,7 @@
 #include "target.h"
 
 #include "shm_packet.h"
+#include "shm_process.h"
 #include "shm_rendezvous.h"
 #include "together.h"
 

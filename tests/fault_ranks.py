@@ -44,6 +44,7 @@ OWN_POINT = {"construction": "construction: values are here", "load": "before re
              "backward": "reduce: a tile", "step": "step: decided", "save": "in the middle of a write",
              "async_save": "before fsync", "async_save alone": "before fsync", "close": "close: to be told"}
 TRIES = 2  # a machine may be busy with other things
+WALKERS = 3  # runs under way at a time: ranks of one mostly wait for each other, for a disk or for a timeout
 
 LIBRARY = ctypes.CDLL(None)
 LIBRARY.faults_point.restype = ctypes.c_char_p
@@ -404,14 +405,52 @@ def walk(folder, kind, ranks, stage, operations, manners, level):
 
 
 def walk_operation(folder, base, right, manners, level):
-    ranks, operation = base["ranks"], base["operation"]
-    runs_before, again, silent, failed = runs_made, 0, 0, 0
-    worst.clear()
+    operation = base["operation"]
     answers, statuses, _ = run({**base, "folder": str(fresh(folder, f"{operation}-listed")), "list": True, "last_step": FAULTY_STEP})
     check_quiet(answers, statuses, right)
-    faults = list(faults_of(answers, ranks, operation, manners, level))
+    faults = list(faults_of(answers, base["ranks"], operation, manners, level))
     must(faults, f"no rank comes to a point in {operation}")
-    for number, fault in enumerate(faults):
+    numbered = list(enumerate(faults))
+    found = in_processes(lambda share: walk_faults(folder, base, right, share), [numbered[k::WALKERS] for k in range(WALKERS)])
+    runs, again, silent, failed = (sum(numbers) for numbers in zip(*(numbers for numbers, _ in found), strict=True))
+    slowest = [max((late_s[manner] for _, late_s in found if manner in late_s), default=None) for manner in MANNERS]
+    noticed = ", ".join(f"{manner} {late_s * 1e3:.0f} ms" for manner, late_s in zip(MANNERS, slowest, strict=True) if late_s is not None)
+    names = {fault["point"] for fault in faults} - {""}
+    print(f"{describe(base)}: {len(faults)} faults at {len(names)} points in {runs} runs, {again} tried again, "
+          f"{silent} without effect; noticed within {noticed}", flush=True)
+    return failed
+
+
+def in_processes(work, shares):
+    """work(share) for every share, each in a process of its own; what they return, which JSON must be able to say."""
+    pipes = []
+    for share in shares:
+        reading, writing = os.pipe()
+        if os.fork() == 0:
+            LIBRARY.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            try:
+                os.write(writing, json.dumps(work(share)).encode())
+            except BaseException:
+                traceback.print_exc()
+            os._exit(0)
+        os.close(writing)
+        pipes.append(reading)
+    texts = []
+    for pipe in pipes:
+        with open(pipe, "rb") as file:
+            texts.append(file.read())
+        os.wait()
+    must(all(texts), "a process that walks over a share of the faults has ended early")
+    return [json.loads(text) for text in texts]
+
+
+def walk_faults(folder, base, right, faults):
+    """((runs, faults that were tried again, without effect, not right), {manner: the slowest notice of a loss, in seconds}) of
+    numbered faults."""
+    runs_before, again, silent, failed = runs_made, 0, 0, 0
+    worst.clear()
+    operation = base["operation"]
+    for number, fault in faults:
         for attempt in range(TRIES):
             place = fresh(folder, f"{operation}-{number}-{attempt}")
             plan = {**base, "folder": str(place), "fault": fault, "closer": fault["rank"], "last_step": FAULTY_STEP,
@@ -426,11 +465,7 @@ def walk_operation(folder, base, right, manners, level):
                 shutil.rmtree(place)
         else:
             failed += 1
-    names = {fault["point"] for fault in faults} - {""}
-    noticed = ", ".join(f"{manner} {worst[how] * 1e3:.0f} ms" for manner, how in MANNERS.items() if how in worst)
-    print(f"{describe(base)}: {len(faults)} faults at {len(names)} points in {runs_made - runs_before} runs, {again} tried again, "
-          f"{silent} without effect; noticed within {noticed}", flush=True)
-    return failed
+    return (runs_made - runs_before, again, silent, failed), {manner: worst[how] for manner, how in MANNERS.items() if how in worst}
 
 
 def describe(plan):

@@ -267,6 +267,33 @@ def refused(folder, what):
     raise AssertionError("nothing was raised")
 
 
+def fails_on_one(what, victim):
+    """The error where the initialisation fails on one rank only; all are fit to build the model again."""
+    comm = zero_c.init()
+    model = built(0, "meta", make=lambda: Own(buffer=True))
+
+    def init(module):
+        at_fault = comm.rank == victim
+        if what == "raises" and at_fault:
+            raise KeyError("from the caller's function")
+        for parameter in module.parameters(recurse=False):
+            if not (what == "parameter" and at_fault):
+                parameter.fill_(1)
+        for buffer in module.buffers(recurse=False):
+            if not (what == "buffer" and at_fault):
+                buffer.fill_(1)
+
+    message = None
+    try:
+        ShardedOptimizer(model, stage=3, optimizer="sgd", lr=0.1, init=init, comm=comm)
+    except (ValueError, KeyError, zero_c.Mismatch) as error:
+        message = f"{type(error).__name__}: {error}"
+    assert all(parameter.is_meta for parameter in model.parameters())
+    what = "nothing"
+    ShardedOptimizer(model, stage=3, optimizer="sgd", lr=0.1, init=init, comm=comm)
+    return message
+
+
 def peak(blocks, width):
     """Most bytes of parameter tensors that were alive at once during construction, beside the shards; and a unit's."""
     comm = zero_c.init()

@@ -69,6 +69,21 @@ def test_refusals(groups, tmp_path, what, patterns):
         assert all(re.search(pattern, message) for pattern in patterns), message
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("what, error", {
+    "raises": "KeyError: .*from the caller's function",
+    "parameter": "ValueError: parameter '[a-z.]+' has no values after initialisation: init= left it out",
+    "buffer": "ValueError: buffer 'table' was on the meta device and has no values",
+}.items())
+def test_initialisation_that_fails_on_one_rank(groups, what, error, victim):
+    messages = groups(2).run(rank_stage3_meta.fails_on_one, what, victim, deadline=60)
+    assert re.match(error, messages[victim]), messages
+    other = messages[1 - victim]
+    assert re.match("Mismatch: initialisation of .*ranks disagree", other), messages
+    assert re.search(f"Rank {victim} has: an error: {error}", other), messages
+    assert re.search(f"Rank {1 - victim} has: no error", other), messages
+
+
 def test_one_unit_at_a_time_has_memory(groups):
     for most, unit in groups(2).run(rank_stage3_meta.peak, 6, 64, deadline=60):
         assert unit <= most <= unit + 6 * 2 * 64  # the guards of all parameters are one element each

@@ -9,6 +9,8 @@ from zero_c._checkpoint import all_texts
 
 from ._arguments import options_of
 
+SAME = "model, groups and options"
+
 
 def describe(groups, names, settings):
     """Lines of text that must be the same on every rank."""
@@ -36,7 +38,7 @@ def plain(value):
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
-def compare(comm, what, lines, same="model, groups and options"):
+def compare(comm, what, lines, same=SAME):
     """Raises Mismatch on every rank, naming the first difference, unless all ranks pass the same lines."""
     text = "\n".join(lines).encode()
     digest = numpy.frombuffer(hashlib.sha256(text).digest(), numpy.uint8)
@@ -53,15 +55,15 @@ def compare(comm, what, lines, same="model, groups and options"):
                           f"must pass the same {same}")
 
 
-def checked(comm, what, make):
+def checked(comm, what, make, same=SAME):
     """make() -> (lines, result): compared over ranks, also when it raises on some of them."""
     try:
         lines, result = make()
     except Exception as error:
         try:
-            compare(comm, what, [f"an error: {type(error).__name__}: {error}"])
+            compare(comm, what, [f"an error: {type(error).__name__}: {error}"], same)
         except zero_c.Mismatch:
             pass  # the other ranks get it; this one knows better
         raise
-    compare(comm, what, lines)
+    compare(comm, what, lines, same)
     return result

@@ -10,7 +10,9 @@ Modules are initialised children first, in the order of registration, which is t
 order in which constructors initialise them: where `reset_parameters()` is all
 that a constructor does to its values, they are the same for the same seed as on
 the CPU.  Every rank draws all values, so that generators stay alike; rank 0's
-count.
+count.  The module's code, or the caller's function, may fail on one rank: after
+each module the ranks tell one another, because the next thing that they do
+together, loading its unit, would wait for that rank.
 """
 
 from reprlib import repr as shown  # short, whatever a file holds
@@ -20,6 +22,7 @@ import torch
 from zero_c._checkpoint import collective
 from zero_c._core import CheckpointError
 
+from . import _agree
 from ._arguments import dense_strides
 from ._guard import nan_guard
 from ._place import flat
@@ -176,16 +179,30 @@ class Filler:
     def fill(self):
         with torch.no_grad():
             self._unit(self.units[0])
-            for unit in self.units:
-                for name, parameter in unit.members:
-                    if id(parameter) in self.empty and parameter.numel() and not torch.isnan(parameter.data).all():
-                        raise ValueError(f"parameter '{name}' was written by the initialisation of another module, after its "
-                                         f"values had gone to the shards: pass init=, a function that initialises the "
-                                         f"parameters and buffers of one module")
-            for buffer in self.units[0].module.buffers():
-                if id(buffer) in self.empty and id(buffer) not in self.saved and is_unset(buffer):
-                    raise ValueError(f"buffer '{self._name(buffer)}' was on the meta device and has no values: nothing "
-                                     f"initialises it; register it outside torch.device('meta'), or set it in init=")
+            self._together("the model", self._check_all)
+
+    def _together(self, of, call):
+        """call() on every rank. Where it raises on some, these raise that and the others Mismatch. Collective."""
+        return _agree.checked(self.comm, f"initialisation of {of}", lambda: (["no error"], call()), "model, init= and memory for it")
+
+    def _check_all(self):
+        """After all units: nothing was written where nobody looked, and nothing was left out."""
+        for unit in self.units:
+            for name, parameter in unit.members:
+                if id(parameter) in self.empty and parameter.numel() and not torch.isnan(parameter.data).all():
+                    raise ValueError(f"parameter '{name}' was written by the initialisation of another module, after its "
+                                     f"values had gone to the shards: pass init=, a function that initialises the "
+                                     f"parameters and buffers of one module")
+        for buffer in self.units[0].module.buffers():
+            if id(buffer) in self.empty and id(buffer) not in self.saved and is_unset(buffer):
+                raise ValueError(f"buffer '{self._name(buffer)}' was on the meta device and has no values: nothing "
+                                 f"initialises it; register it outside torch.device('meta'), or set it in init=")
+
+    def _check_set(self, parameters):
+        for parameter in parameters:
+            if is_unset(parameter.data):
+                raise ValueError(f"parameter '{self._name(parameter)}' has no values after initialisation: "
+                                 f"{'init=' if self.init else 'reset_parameters()'} left it out, or made NaN")
 
     def _name(self, tensor):
         return self.names[id(tensor)][0]
@@ -197,20 +214,22 @@ class Filler:
         missing = [parameter for parameter in members if id(parameter) in self.empty
                    and id(parameter) not in self.saved and id(parameter) not in self.loaded and parameter.numel()]
         guards = [parameter.data for parameter in missing]
-        for parameter in missing:
-            parameter.data = unset(torch.empty_strided(parameter.shape, self.strides[id(parameter)],
-                                                       dtype=parameter.dtype))
+        if missing:
+            self._together(f"'{self._name(missing[0])}' and its unit", lambda: self._make_room(missing))
         self._module(unit.module, inside=unit)
+        if missing:
+            self._together(f"'{self._name(missing[0])}' and its unit", lambda: self._check_set(missing))
         for parameter, guard in zip(missing, guards, strict=True):
-            if is_unset(parameter.data):
-                raise ValueError(f"parameter '{self._name(parameter)}' has no values after initialisation: "
-                                 f"{'init=' if self.init else 'reset_parameters()'} left it out, or made NaN")
             self.engine.load_param(self.index[id(parameter)], flat(parameter.data, self.strides[id(parameter)]))
             parameter.data = guard
         for parameter in members:
             if id(parameter) in self.saved and id(parameter) not in self.loaded:
                 self._load(parameter)
         self.loaded |= {id(parameter) for parameter in members}
+
+    def _make_room(self, parameters):
+        for parameter in parameters:
+            parameter.data = unset(torch.empty_strided(parameter.shape, self.strides[id(parameter)], dtype=parameter.dtype))
 
     def _load(self, parameter):
         values = self._read(parameter)
@@ -241,22 +260,25 @@ class Filler:
                 if values is not None:
                     buffer.copy_(values)
         fresh = [tensor for tensor in own if id(tensor) in self.empty and id(tensor) not in self.saved]
-        if not fresh:
-            return
+        if fresh:
+            self._together(f"'{self._name(fresh[0])}' and its module", lambda: self._initialise(module, own, fresh[0]))
+            self.initialised |= {id(tensor) for tensor in fresh}
+
+    def _initialise(self, module, own, tensor):
+        """Values for the module's `own` tensors; `tensor` is one of those that have none."""
         # What the files have is not this module's to draw, nor a weight that an earlier module has initialised and that
         # is tied to it now, as a constructor ties it afterwards: these are drawn, and lost.
         tied = [tensor for tensor in own if id(tensor) in self.initialised
                 or (id(tensor) in self.saved and id(tensor) in self.strides)]
         kept = [tensor.data for tensor in tied]
-        for tensor in tied:
-            tensor.data = torch.empty_strided(tensor.shape, self.strides[id(tensor)], dtype=tensor.dtype)
+        for other in tied:
+            other.data = torch.empty_strided(other.shape, self.strides[id(other)], dtype=other.dtype)
         with torch.device("cpu"):
-            self._initialise(module, fresh[0])
-        for tensor, values in zip(tied, kept, strict=True):
-            tensor.data = values
-        self.initialised |= {id(tensor) for tensor in fresh}
+            self._draw(module, tensor)
+        for other, values in zip(tied, kept, strict=True):
+            other.data = values
 
-    def _initialise(self, module, tensor):
+    def _draw(self, module, tensor):
         if self.init is not None:
             return self.init(module)
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)

@@ -1,6 +1,6 @@
 /*
- * Birth and death of a communicator of GPUs, its channels and regions; what goes
- * to the host's communicator is passed on here.  nccl_comm.h has the protocol.
+ * Birth and death of a communicator of GPUs; what goes to the host's communicator
+ * is passed on here.  nccl_comm.h has the protocol.
  */
 #include "cuda_device.h"
 #include "nccl_state.h"
@@ -9,280 +9,13 @@
 
 #include <stdio.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
-#define POLL_NS 200000l
 #define FINISH_NS 1000000000ull /* for peers to fetch what they have not received yet */
-#define HEAR_NS 1000000000ull   /* for the host's plane to say what NCCL met only the effect of */
-#define TAGS_MOST ((1u << NCCL_TAG_BITS) - 3) /* what the host can do, less one */
 
 enum { START_TAG, START_TAGS }; /* of the communicator's own channel on the host */
 
 static const comm_ops nccl_ops;
-
-/* ---- failures -------------------------------------------------------------- */
-
-zc_status nccl_give_up(nccl_comm *comm, zc_status status, const char *why)
-{
-    char text[1024];
-    snprintf(text, sizeof text, "%s", why); /* may be the last sentence, which the next lines replace */
-    comm_poison(comm->host, status, text);
-    nccl_abort(comm);
-    zc_status first = comm_watch(comm->host, "a failed group");
-    return first != ZC_OK ? first : zc_fail(status, "%s", text);
-}
-
-/*
- * Declarations and bad news travel, and NCCL may be faster.  If ranks differ, that is known once every rank's declaration
- * of what this lane has posted has arrived; if one is gone, as soon as its end is seen.
- */
-static void hear_the_reason(nccl_comm *comm, int lane, ncclResult_t result)
-{
-    char list[256];
-    uint64_t until_ns = nccl_now_ns() + HEAR_NS;
-    int of_a_peer = result == ncclRemoteError || result == ncclSystemError; /* what NCCL says when one is gone */
-    while (comm_watch(comm->host, "a failed operation") == ZC_OK && nccl_now_ns() < until_ns &&
-           (of_a_peer || nccl_missing(comm, lane, comm->lane[lane].posted, list, sizeof list)))
-        nanosleep(&(struct timespec){.tv_nsec = POLL_NS}, NULL);
-}
-
-zc_status nccl_broken(nccl_comm *comm, int lane, ncclResult_t result, const char *what)
-{
-    char why[900];
-    const char *last = comm->api->GetLastError(comm->lane[lane].nccl);
-    int same_gpu = last && strstr(last, "Duplicate GPU");
-    const char *advice = same_gpu ? "; give every rank a GPU of its own (two on one need NCCL 2.30 with "
-                                    "NCCL_MULTI_RANK_GPU_ENABLE=1)" : "";
-    snprintf(why, sizeof why, "rank %zu: NCCL %d.%d.%d failed in %s on GPU %d: %s%s%.500s%s", comm->name,
-             comm->api->version / 10000, comm->api->version / 100 % 100, comm->api->version % 100, what, comm->ordinal,
-             comm->api->GetErrorString(result), last && *last ? ": " : "", last ? last : "", advice);
-    hear_the_reason(comm, lane, result);
-    return nccl_give_up(comm, ZC_ECOMM, why);
-}
-
-zc_status nccl_time_out(nccl_comm *comm, int lane, uint64_t number, const char *what, uint64_t spent_ns)
-{
-    char list[256], stopped[128], why[640];
-    size_t missing = nccl_missing(comm, lane, number, list, sizeof list);
-    int used = snprintf(why, sizeof why, "rank %zu waited %.1f s for %s (operation %llu) on GPU %d; ", comm->name,
-                        (double)spent_ns * 1e-9, what, (unsigned long long)number, comm->ordinal);
-    if (missing)
-        snprintf(why + used, sizeof why - (size_t)used, "not called by rank%s %s; all ranks must make this call, or "
-                 "the timeout is too short", missing > 1 ? "s" : "", list + 2);
-    else if (comm_stopped(comm->host, stopped, sizeof stopped))
-        snprintf(why + used, sizeof why - (size_t)used, "every rank called it; " COMM_STOPPED, stopped);
-    else
-        snprintf(why + used, sizeof why - (size_t)used, "every rank called it: a GPU or the network is stuck "
-                 "(NCCL_DEBUG=INFO says more), or the work before it takes longer than the timeout");
-    return nccl_give_up(comm, ZC_ETIMEOUT, why);
-}
-
-zc_status nccl_interrupt(nccl_comm *comm, const char *what)
-{
-    char why[128];
-    snprintf(why, sizeof why, "rank %zu was interrupted in %s", comm->name, what);
-    nccl_give_up(comm, ZC_EINTERRUPT, why);
-    return zc_fail(ZC_EINTERRUPT, "%s", why);
-}
-
-zc_status nccl_settle(nccl_comm *comm, int number, ncclResult_t result, const char *what)
-{
-    nccl_lane *lane = &comm->lane[number];
-    uint64_t start_ns = nccl_now_ns();
-    while (result == ncclInProgress) {
-        ncclResult_t asked = comm->api->CommGetAsyncError(lane->nccl, &result);
-        if (asked != ncclSuccess)
-            result = asked;
-        if (result != ncclInProgress)
-            break;
-        zc_status status = comm_watch(comm->host, what);
-        if (status != ZC_OK) {
-            nccl_abort(comm);
-            return status;
-        }
-        if (comm->public.interrupted && comm->public.interrupted(comm->public.interrupt_context))
-            return nccl_interrupt(comm, what);
-        uint64_t spent_ns = nccl_now_ns() - start_ns;
-        if (spent_ns >= comm->public.timeout_ns)
-            return nccl_time_out(comm, number, lane->posted, what, spent_ns);
-        nanosleep(&(struct timespec){.tv_nsec = POLL_NS}, NULL);
-    }
-    return result == ncclSuccess ? ZC_OK : nccl_broken(comm, number, result, what);
-}
-
-/* Every rank tells how its part went; all return a failure if any had one. */
-static zc_status agree(nccl_comm *comm, comm_channel *host, uint32_t tag, const char *what, zc_status status)
-{
-    struct vote {
-        uint64_t name;
-        int32_t status;
-        char text[500];
-    } own = {.name = comm->name, .status = status}, *all;
-    size_t ranks = host->comm->ranks, failed = ranks;
-    if (status != ZC_OK)
-        snprintf(own.text, sizeof own.text, "%s", zc_last_error());
-    all = zc_malloc(ranks * sizeof *all);
-    zc_status met = all ? comm_exchange(host, tag, what, &own, all, sizeof own)
-                        : zc_fail(ZC_ENOMEM, "no memory for the answers of %zu ranks", ranks);
-    if (!all)
-        comm_poison(host->comm, ZC_ENOMEM, zc_last_error()); /* the peers wait for an answer */
-    for (size_t q = 0; met == ZC_OK && q < ranks && failed == ranks; q++)
-        if (all[q].status != ZC_OK)
-            failed = q;
-    if (status != ZC_OK)
-        zc_fail(status, "%s", own.text);
-    else if (met != ZC_OK)
-        status = met;
-    else if (failed < ranks)
-        status = zc_fail((zc_status)all[failed].status, "rank %llu could not do its part of '%s': %s",
-                         (unsigned long long)all[failed].name, what, all[failed].text);
-    zc_free(all);
-    return status;
-}
-
-/* A forked child has neither the watchdog nor CUDA: nothing can be released in it. */
-static int forked(const nccl_comm *comm)
-{
-    return getpid() != comm->pid;
-}
-
-/* ---- channels and regions ---------------------------------------------------- */
-
-/* What channels and regions need to the end: everything but the lanes and the host's communicator. */
-static void release(nccl_comm *comm)
-{
-    if (comm->device) {
-        comm->device->ops->free(comm->device, comm->scratch, comm->scratch_bytes);
-        comm->device->ops->destroy(comm->device);
-    }
-    pthread_cond_destroy(&comm->wake);
-    pthread_mutex_destroy(&comm->lock);
-    zc_free(comm);
-}
-
-static void free_channel(nccl_channel *channel)
-{
-    nccl_comm *comm = nccl_of(channel->public.comm);
-    CUcontext previous;
-    zc_status status = cuda_enter(comm->ordinal, &previous);
-    for (uint32_t t = 0; channel->tag && t < channel->tags; t++)
-        if (channel->tag[t].done)
-            cudaEventDestroy(channel->tag[t].done);
-    if (status == ZC_OK)
-        cuda_leave(previous);
-    zc_free(channel->tag);
-    zc_free(channel);
-}
-
-static zc_status channel_open(zc_comm *public, const char *name, uint32_t tags, comm_channel **out)
-{
-    nccl_comm *comm = nccl_of(public);
-    comm_channel *host = NULL;
-    if (tags > TAGS_MOST)
-        return zc_fail(ZC_EINVAL, "rank %zu: a channel of %u tags; there may be %u", comm->name, tags, TAGS_MOST);
-    /* The host's channel has one tag more, for what ranks agree on. */
-    ZC_TRY(comm_channel_open(comm->host, name, tags + 1, &host));
-    nccl_channel *channel = zc_calloc(1, sizeof *channel);
-    nccl_tag *tag = zc_calloc(tags + 1, sizeof *tag);
-    if (!channel || !tag) {
-        zc_status status = zc_fail(ZC_ENOMEM, "rank %zu: no memory for a channel of %u tags", comm->name, tags);
-        comm_poison(comm->host, status, "a rank had no memory for a channel"); /* the peers have theirs */
-        comm_channel_close(host);
-        zc_free(channel);
-        zc_free(tag);
-        return status;
-    }
-    channel->public.comm = public;
-    channel->host = host;
-    channel->tags = tags;
-    channel->tag = tag;
-    snprintf(channel->name, sizeof channel->name, "%s", name);
-    pthread_mutex_lock(&comm->lock);
-    comm->channels++;
-    channel->number = ++comm->channels_made;
-    pthread_mutex_unlock(&comm->lock);
-    *out = &channel->public;
-    return ZC_OK;
-}
-
-/*
- * What was posted uses memory that may go when the channel has.  It ends soon,
- * because the peers have posted it too, or the watchdog ends it.
- */
-static void end_operations(nccl_channel *channel)
-{
-    nccl_comm *comm = nccl_of(channel->public.comm);
-    CUcontext previous;
-    if (cuda_enter(comm->ordinal, &previous) != ZC_OK)
-        return;
-    for (uint32_t t = 0; t < channel->tags; t++)
-        while (channel->tag[t].done && cudaEventQuery(channel->tag[t].done) == cudaErrorNotReady)
-            nanosleep(&(struct timespec){.tv_nsec = POLL_NS}, NULL);
-    cudaGetLastError(); /* "not ready" counts as an error, which the next launch would be blamed for */
-    cuda_leave(previous);
-}
-
-static void channel_close(comm_channel *public)
-{
-    nccl_channel *channel = nccl_channel_of(public);
-    nccl_comm *comm = nccl_of(public->comm);
-    if (forked(comm))
-        return;
-    end_operations(channel);
-    comm_channel_close(channel->host);
-    free_channel(channel);
-    pthread_mutex_lock(&comm->lock);
-    int last = --comm->channels == 0 && comm->closed;
-    pthread_mutex_unlock(&comm->lock);
-    if (last)
-        release(comm);
-}
-
-static zc_status region_alloc(comm_channel *public, size_t bytes, unsigned flags, comm_region **out)
-{
-    nccl_comm *comm = nccl_of(public->comm);
-    nccl_channel *channel = nccl_channel_of(public);
-    comm_region *region = NULL;
-    zc_status status = ZC_OK;
-    if (flags & COMM_ONE_COPY)
-        status = zc_fail(ZC_EINVAL, "rank %zu: memory that ranks share is for CPUs; use shared_params=False with GPUs",
-                         comm->name);
-    else if (bytes && !(region = zc_calloc(1, sizeof *region)))
-        status = zc_fail(ZC_ENOMEM, "rank %zu: no memory for a region", comm->name);
-    else if (bytes)
-        status = comm->device->ops->alloc(comm->device, bytes, &region->base);
-    status = agree(comm, channel->host, channel->tags, "allocation of memory", status);
-    if (status != ZC_OK) {
-        if (region)
-            comm->device->ops->free(comm->device, region->base, bytes);
-        zc_free(region);
-        return status;
-    }
-    if (region) {
-        region->bytes = bytes;
-        region->channel = public;
-        region->flags = flags;
-    }
-    *out = region;
-    return ZC_OK;
-}
-
-/* Memory of a GPU has no first use to wait for: all of it came with the region. */
-static zc_status region_grow(comm_region *region, size_t bytes)
-{
-    (void)region, (void)bytes;
-    return ZC_OK;
-}
-
-static void region_free(comm_region *region)
-{
-    nccl_comm *comm = nccl_of(region->channel->comm);
-    if (forked(comm))
-        return;
-    comm->device->ops->free(comm->device, region->base, region->bytes);
-    zc_free(region);
-}
 
 /* ---- passed on to the host ------------------------------------------------------ */
 
@@ -393,7 +126,7 @@ static zc_status make_id(nccl_comm *comm, ncclUniqueId *id)
             status = zc_fail(ZC_ECOMM, "rank 0: ncclGetUniqueId: %s: %s; a machine without a network needs "
                              "NCCL_SOCKET_IFNAME=lo", comm->api->GetErrorString(result), comm->api->GetLastError(NULL));
     }
-    ZC_TRY(agree(comm, comm->host_channel, START_TAG, "start of NCCL", status));
+    ZC_TRY(nccl_agree(comm, comm->host_channel, START_TAG, "start of NCCL", status));
     return comm_array_broadcast(comm->host, id, sizeof *id, 0);
 }
 
@@ -412,12 +145,12 @@ static zc_status start(nccl_comm *comm, const char *wheel)
     zc_status status = nccl_open(wheel, &comm->api);
     for (int k = 0; status == ZC_OK && k < NCCL_LANES; k++)
         status = open_lane(comm, &comm->lane[k]);
-    ZC_TRY(agree(comm, comm->host_channel, START_TAG, "start of NCCL", status));
+    ZC_TRY(nccl_agree(comm, comm->host_channel, START_TAG, "start of NCCL", status));
     for (int k = 0; status == ZC_OK && k < NCCL_LANES; k++)
         status = connect(comm, k);
     if (status == ZC_OK)
         status = nccl_watch_start(comm);
-    return agree(comm, comm->host_channel, START_TAG, "start of NCCL", status);
+    return nccl_agree(comm, comm->host_channel, START_TAG, "start of NCCL", status);
 }
 
 /*
@@ -436,7 +169,7 @@ static int let_end(nccl_comm *comm)
         pthread_mutex_unlock(&comm->lock);
         cudaError_t state = cudaSuccess;
         while (all && (state = cudaStreamQuery(comm->lane[k].stream)) == cudaErrorNotReady)
-            nanosleep(&(struct timespec){.tv_nsec = POLL_NS}, NULL);
+            nccl_pause();
         all = all && state == cudaSuccess;
     }
     cudaGetLastError(); /* "not ready" counts as an error */
@@ -454,7 +187,7 @@ static void end_nccl(nccl_comm *comm, ncclComm_t nccl, int finish)
         if (asked != ncclSuccess)
             result = asked;
         if (result == ncclInProgress)
-            nanosleep(&(struct timespec){.tv_nsec = POLL_NS}, NULL);
+            nccl_pause();
     }
     ZC_POINT("NCCL: finished");
     if (result == ncclSuccess)
@@ -498,12 +231,12 @@ static void destroy(nccl_comm *comm)
     int last = comm->channels == 0;
     pthread_mutex_unlock(&comm->lock);
     if (last)
-        release(comm);
+        nccl_release(comm);
 }
 
 static void close_comm(zc_comm *public)
 {
-    if (!forked(nccl_of(public)))
+    if (!nccl_forked(nccl_of(public)))
         destroy(nccl_of(public));
 }
 
@@ -556,7 +289,7 @@ static zc_status create(const nccl_comm_config *config, size_t name, zc_comm **o
     }
     zc_status status = comm_channel_open(comm->host, "NCCL", START_TAGS, &comm->host_channel);
     if (status == ZC_OK)
-        status = agree(comm, comm->host_channel, START_TAG, "start on a GPU",
+        status = nccl_agree(comm, comm->host_channel, START_TAG, "start on a GPU",
                        cuda_device_create(comm->ordinal, &comm->device));
     if (status == ZC_OK && comm->public.ranks > 1 && (status = cuda_enter(comm->ordinal, &previous)) == ZC_OK) {
         status = start(comm, config->wheel);
@@ -592,11 +325,11 @@ static const comm_ops nccl_ops = {
     .ordered = 1,
     .device = make_device,
     .gpu = gpu,
-    .channel_open = channel_open,
-    .channel_close = channel_close,
-    .region_alloc = region_alloc,
-    .region_grow = region_grow,
-    .region_free = region_free,
+    .channel_open = nccl_channel_open,
+    .channel_close = nccl_channel_close,
+    .region_alloc = nccl_region_alloc,
+    .region_grow = nccl_region_grow,
+    .region_free = nccl_region_free,
     .reserve = nccl_reserve,
     .reduce_scatter = nccl_reduce_scatter,
     .all_gather = nccl_all_gather,

@@ -1,6 +1,7 @@
 /*
- * The communicator's own data, shared by nccl_comm.c (birth, death, channels,
- * regions), nccl_ops.c (operations) and nccl_watch.c (the watchdog).
+ * The communicator's own data, shared by nccl_comm.c (birth and death), nccl_channel.c
+ * (channels, regions), nccl_ops.c (operations), nccl_fail.c (failures) and nccl_watch.c
+ * (the watchdog).
  */
 #ifndef NCCL_STATE_H
 #define NCCL_STATE_H
@@ -12,6 +13,8 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <sys/types.h>
+#include <time.h>
+#include <unistd.h>
 
 /* A lane's operations are declared on the host communicator's line of the same number. */
 enum { NCCL_LANE_MAIN, NCCL_LANE_UNITS, NCCL_LANES };
@@ -88,7 +91,22 @@ static inline nccl_channel *nccl_channel_of(comm_channel *channel)
     return (nccl_channel *)(void *)channel;
 }
 
-/* ---- nccl_comm.c -------------------------------------------------------- */
+/* A forked child has neither the watchdog nor CUDA: nothing can be released in it. */
+static inline int nccl_forked(const nccl_comm *comm)
+{
+    return getpid() != comm->pid;
+}
+
+/* Between two looks at what has no call that waits with a timeout. */
+static inline void nccl_pause(void)
+{
+    nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+}
+
+/* ---- nccl_fail.c -------------------------------------------------------- */
+
+/* Every rank tells how its part went, on a tag of a channel of the host; all return a failure if any had one. */
+zc_status nccl_agree(nccl_comm *comm, comm_channel *host, uint32_t tag, const char *what, zc_status status);
 
 /* In these five the lock is held, or nobody else knows the communicator yet. */
 
@@ -102,6 +120,16 @@ zc_status nccl_time_out(nccl_comm *comm, int lane, uint64_t number, const char *
 zc_status nccl_interrupt(nccl_comm *comm, const char *what);
 /* A result of a call on a non-blocking communicator: waits while NCCL is at it, within the timeout. */
 zc_status nccl_settle(nccl_comm *comm, int lane, ncclResult_t result, const char *what);
+
+/* ---- nccl_channel.c ----------------------------------------------------- */
+
+zc_status nccl_channel_open(zc_comm *public, const char *name, uint32_t tags, comm_channel **out);
+void nccl_channel_close(comm_channel *public);
+zc_status nccl_region_alloc(comm_channel *public, size_t bytes, unsigned flags, comm_region **out);
+zc_status nccl_region_grow(comm_region *region, size_t bytes);
+void nccl_region_free(comm_region *region);
+/* What channels and regions need to the end goes: everything but the lanes and the host's communicator. */
+void nccl_release(nccl_comm *comm);
 
 /* ---- nccl_ops.c --------------------------------------------------------- */
 

@@ -262,7 +262,7 @@ zc_status comm_watch(zc_comm *comm, const char *what);
 zc_status comm_declare(zc_comm *comm, uint32_t line, uint64_t detail, const char *what);
 
 /*
- * How many ranks have declared fewer than `number` times on a line; text: ", 1, 2",
+ * How many ranks have declared fewer than `number` times on a line; text: "1, 2",
  * these, by their rank in the first communicator.  For any thread, as comm_watch; where it has to
  * ask, it waits for the answer for a second at the most.
  */

@@ -256,7 +256,7 @@ static size_t hub_behind(zc_comm *comm, uint32_t line, uint64_t number, char *te
     if (!hub_alone(group)) {
         behind = group->closed ? 0 : hub_ask_behind(group, line, number, text, room_bytes);
     } else if (group->declared[line] < number) {
-        snprintf(text, room_bytes, ", %zu", hub_rank(group));
+        zc_list_number(text, room_bytes, hub_rank(group));
         behind = 1;
     }
     hub_leave(group);

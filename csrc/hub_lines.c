@@ -103,17 +103,15 @@ void hub_line_declare(hub_server *server, hub_circle *circle, size_t index, cons
 void hub_line_behind(hub_server *server, hub_circle *circle, size_t index, const hub_header *header)
 {
     const hub_line *line = &circle->line[header->tag];
-    char text[HUB_TEXT_BYTES];
-    size_t used = 0, behind = 0;
+    char text[HUB_TEXT_BYTES] = "";
+    size_t behind = 0;
     for (size_t m = 0; m < circle->ranks; m++) {
         if (line->count[m] >= header->number)
             continue;
         behind++;
-        if (used < sizeof text - 1)
-            used += (size_t)snprintf(text + used, sizeof text - used, ", %u", circle->member[m]);
+        zc_list_number(text, sizeof text, circle->member[m]);
     }
-    used = used < sizeof text ? used : sizeof text - 1;
     hub_header answer = {.kind = HUB_ANSWER, .group = circle->id, .call = header->call, .count = behind,
-                         .bytes = (uint32_t)used};
+                         .bytes = (uint32_t)strlen(text)};
     hub_tell(server, circle->member[index], &answer, text, NULL, 0);
 }

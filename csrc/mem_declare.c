@@ -127,13 +127,12 @@ zc_status mem_declare(zc_comm *comm, uint32_t line, uint64_t detail, const char 
 size_t mem_behind(zc_comm *comm, uint32_t line, uint64_t number, char *text, size_t room_bytes)
 {
     mem_group *group = (mem_group *)comm;
-    size_t used = 0, behind = 0;
+    size_t behind = 0;
     for (size_t q = 0; q < comm->ranks; q++) {
         if (atomic_load(&group->area[q]->line[line].newest) >= number)
             continue;
         behind++;
-        if (used < room_bytes)
-            used += (size_t)snprintf(text + used, room_bytes - used, ", %zu", mem_name(group, q));
+        zc_list_number(text, room_bytes, mem_name(group, q));
     }
     return behind;
 }

@@ -70,12 +70,10 @@ static int missing_members(const waiting *w, uint64_t members[SHM_MASK_WORDS])
 
 static void list_members(const waiting *w, const uint64_t *members, char *text, size_t room_bytes)
 {
-    size_t used = 0;
     text[0] = '\0';
-    for (size_t q = 0; q < w->group->public.ranks && used < room_bytes; q++)
+    for (size_t q = 0; q < w->group->public.ranks; q++)
         if (shm_mask_has(members, q))
-            used += (size_t)snprintf(text + used, room_bytes - used, "%s%zu", used ? ", " : "",
-                                     mem_name(w->group, q));
+            zc_list_number(text, room_bytes, mem_name(w->group, q));
 }
 
 static zc_status timed_out(const waiting *w)

@@ -362,12 +362,11 @@ static size_t mem_stopped(zc_comm *comm, char *text, size_t room_bytes)
 {
     mem_group *group = (mem_group *)comm;
     mem_provider *provider = group->world->provider;
-    size_t used = 0, stopped = 0;
+    size_t stopped = 0;
     for (size_t q = 0; provider->ops->stopped && q < comm->ranks; q++) {
         if (q == comm->rank || !provider->ops->stopped(provider, group->member[q]))
             continue;
-        if (used < room_bytes)
-            used += (size_t)snprintf(text + used, room_bytes - used, "%s%zu", stopped ? ", " : "", mem_name(group, q));
+        zc_list_number(text, room_bytes, mem_name(group, q));
         stopped++;
     }
     return stopped;

@@ -342,10 +342,9 @@ static zc_status gather_ranks(host *h)
         ZC_TRY(still_time(h->r, h->deadline_ns, &left_ms));
         if (!left_ms) {
             char list[256] = "";
-            size_t used = 0;
-            for (size_t q = 1; q < ranks && used < sizeof list; q++)
+            for (size_t q = 1; q < ranks; q++)
                 if (h->joined[q] < 0)
-                    used += (size_t)snprintf(list + used, sizeof list - used, "%s%zu", used ? ", " : "", q);
+                    zc_list_number(list, sizeof list, q);
             return zc_fail(ZC_ETIMEOUT, "job '%s': %zu of %zu ranks did not come within %.1f s; missing: %s", h->r->job,
                            h->missing, ranks, (double)h->r->start_timeout_ns * 1e-9, list);
         }

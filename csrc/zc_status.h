@@ -62,6 +62,9 @@ zc_status zc_fail_errno(zc_status status, int error_number, const char *format, 
 /* This thread's last sentence; "" when none was recorded.  Never NULL. */
 const char *zc_last_error(void);
 
+/* Appends a number to a list for a sentence: "1, 2". What has no room is left out. */
+void zc_list_number(char *list, unsigned long room_bytes, unsigned long number);
+
 /* Call, and pass a failure up. */
 #define ZC_TRY(call)                              \
     do {                                          \

@@ -1,9 +1,10 @@
 /*
- * Texts of status codes, and allocation that takes part in fault injection: what
+ * Texts of status codes, lists in sentences, and allocation that takes part in fault injection: what
  * is the same in the core and in its CUDA part.
  */
 #include "zc_status.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -46,6 +47,15 @@ const char *zc_status_python(zc_status status)
 #undef X
     }
     return "Error";
+}
+
+void zc_list_number(char *list, unsigned long room_bytes, unsigned long number)
+{
+    char entry[32];
+    size_t used = room_bytes ? strlen(list) : 0;
+    int bytes = snprintf(entry, sizeof entry, "%s%lu", used ? ", " : "", number);
+    if (used + (size_t)bytes < room_bytes)
+        memcpy(list + used, entry, (size_t)bytes + 1);
 }
 
 void *zc_malloc(unsigned long size_bytes)

@@ -55,7 +55,7 @@ zc_status nccl_time_out(nccl_comm *comm, int lane, uint64_t number, const char *
                         (double)spent_ns * 1e-9, what, (unsigned long long)number, comm->ordinal);
     if (missing)
         snprintf(why + used, sizeof why - (size_t)used, "not called by rank%s %s; all ranks must make this call, or "
-                 "the timeout is too short", missing > 1 ? "s" : "", list + 2);
+                 "the timeout is too short", missing > 1 ? "s" : "", list);
     else if (comm_stopped(comm->host, stopped, sizeof stopped))
         snprintf(why + used, sizeof why - (size_t)used, "every rank called it; " COMM_STOPPED, stopped);
     else

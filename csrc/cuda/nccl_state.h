@@ -159,7 +159,7 @@ void nccl_watch_stop(nccl_comm *comm);
  */
 zc_status nccl_watch_posting(nccl_comm *comm, int lane, const char *what, uint64_t detail, const char *text);
 zc_status nccl_watch_posted(nccl_comm *comm, int lane);
-/* How many ranks have not posted the lane's operation of this number; text: ", 1, 2", these. */
+/* How many ranks have not posted the lane's operation of this number; text: "1, 2", these. */
 size_t nccl_missing(nccl_comm *comm, int lane, uint64_t number, char *text, size_t room_bytes);
 /* Ends all operations; their results are void. The group has been poisoned. */
 void nccl_abort(nccl_comm *comm);

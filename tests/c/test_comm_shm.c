@@ -479,7 +479,9 @@ static int declared_body(size_t rank, size_t ranks)
     CHECK_OK(comm_barrier(comm));
     CHECK_EQ(comm_behind(comm, 0, 1000, text, sizeof text), 0);
     CHECK_EQ(comm_behind(pair, 0, 1001, text, sizeof text), 2);
-    CHECK(strcmp(text, rank < 2 ? ", 0, 1" : ", 2, 3") == 0);
+    CHECK(strcmp(text, rank < 2 ? "0, 1" : "2, 3") == 0);
+    CHECK_EQ(comm_behind(pair, 0, 1001, text, 4), 2); /* no room for the second, and none that is cut off */
+    CHECK(strcmp(text, rank < 2 ? "0" : "2") == 0);
     CHECK_OK(comm_barrier(comm));
     zc_status status = comm_declare(pair, 0, rank == 3, rank == 3 ? "odd" : "even");
     if (status == ZC_OK)

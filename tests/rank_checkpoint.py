@@ -6,6 +6,7 @@
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -564,6 +565,40 @@ def nobody_asks(folder, fetch):
         saving = begin(opt, folder)
         if fetch:
             assert "No space" in error_of(saving.wait)
+
+
+def saved_on_a_system_that_lets_go_badly(folder, background):
+    """Closing a file of the checkpoint, and unlocking one, says EIO, as over a network; returns how many times."""
+    opt = build(zero_c.init())
+    train(opt, 0, 2)
+    close, flock, failed = os.close, fcntl.flock, 0
+
+    def fail():
+        nonlocal failed
+        failed += 1
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def close_badly(file):
+        ours = os.readlink(f"/proc/self/fd/{file}").startswith(folder)
+        close(file)
+        if ours:
+            fail()
+
+    def unlock_badly(file, how):
+        return fail() if how == fcntl.LOCK_UN else flock(file, how)
+
+    os.close, fcntl.flock = close_badly, unlock_badly
+    try:
+        if background:
+            begin(opt, folder).wait()
+        else:
+            opt.save(folder)
+    finally:
+        os.close, fcntl.flock = close, flock
+    other = build(zero_c.init(), seed=1)
+    other.load(folder)
+    assert digest(everything(other)) == digest(everything(opt))
+    return failed
 
 
 def saved_in_small_blocks(folder, order):

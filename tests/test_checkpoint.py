@@ -164,6 +164,12 @@ def test_a_save_may_be_killed_anywhere(groups, tmp_path, rank, every):
     assert seen == ({False, True} if rank == 0 else {False})
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_closing_that_fails_is_no_failure(groups, tmp_path, background):
+    counts = groups(2).run(rank_checkpoint.saved_on_a_system_that_lets_go_badly, str(tmp_path / "here"), background)
+    assert all(count >= 3 for count in counts), counts
+
+
 def test_a_killed_rank_leaves_no_lock_to_its_children(groups, tmp_path):
     """As a worker of a data loader may live on for seconds, while the ranks start again and save."""
     folder = tmp_path / "here"

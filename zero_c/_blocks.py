@@ -10,6 +10,7 @@ checksums. The blocks' table (a line for each: file, offset, bytes, two sums) is
 file of its own, in which every rank's lines are together.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -134,6 +135,12 @@ class Writer:
         """A line for each block so far."""
         self.flush()
         return numpy.array(self._lines, LINE)
+
+
+def let_go(file):
+    """Closes a descriptor. An error there says nothing new: what was written is flushed, or void, and the descriptor is free."""
+    with contextlib.suppress(OSError):
+        os.close(file)
 
 
 def write_exactly(file, offset, source):

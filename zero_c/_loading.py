@@ -171,7 +171,7 @@ class Loading:
 
     def close(self):
         for file in self._fds:
-            os.close(file)
+            _blocks.let_go(file)
         self._fds = []
 
 

@@ -54,8 +54,9 @@ def lock(file, how):
 
 def unlock(file):
     _locks.discard(file)
-    fcntl.flock(file, fcntl.LOCK_UN)  # a process that C code forked has the descriptor too
-    os.close(file)
+    with contextlib.suppress(OSError):  # closing does it too, but where a process that C code forked has the descriptor
+        fcntl.flock(file, fcntl.LOCK_UN)
+    _blocks.let_go(file)
 
 
 def describe(entry, engine):
@@ -229,7 +230,7 @@ class Saving:
     def close(self, failed=False):
         """Local: lets go of everything; of a save that failed before the new manifest was in place nothing stays."""
         for file in self._fds:
-            os.close(file)
+            _blocks.let_go(file)
         if failed and not self._published and self._lock is not None and hasattr(self, "_save"):
             with contextlib.suppress(OSError):
                 self._remove(lambda name: self._save in name or name == f"{MANIFEST}.new")
@@ -293,7 +294,7 @@ class Saving:
         except OSError:
             return False
         finally:
-            os.close(file)
+            _blocks.let_go(file)
         return True
 
 
@@ -321,7 +322,7 @@ def flush_folder(folder):
     try:
         os.fsync(file)
     finally:
-        os.close(file)
+        _blocks.let_go(file)
 
 
 def make_file(path, size, header):
@@ -340,7 +341,7 @@ def open_made(path, size):
     """A descriptor, for writing, of the file that rank 0 has made under a name that no other file ever had."""
     file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     if os.fstat(file).st_size != size:
-        os.close(file)
+        _blocks.let_go(file)
         raise CheckpointError(f"{path} is not the file that rank 0 made; the folder must be one that all ranks share")
     return file
 

@@ -46,7 +46,7 @@ def save(engine, comm, path, list_entries):
         collective(comm, what, publish if comm.rank == 0 else lambda: None)
     finally:
         for file in opened:
-            os.close(file)
+            _blocks.let_go(file)
         for fresh in made:
             with contextlib.suppress(OSError):  # the error that is raised says more
                 fresh.unlink()

@@ -37,7 +37,7 @@
 #define TIMEOUT_S 0.3        /* of runs in which a rank is stopped */
 #define START_TIMEOUT_S 0.6  /* of runs in which a rank may never have been there */
 #define ENOUGH_S 20.0        /* otherwise: a timeout would be an error */
-#define EARLY_NS 50000000ll  /* a peer may have waited before the rank stopped */
+#define EARLY_NS 50000000ll  /* a peer may have waited before the rank stopped; those that do not say how long they waited */
 #define ATTACH_NS 5100000000ll /* start-up gives ranks so long to map one another, whatever the timeout is */
 #define RUN_LIMIT_NS (20 * SECOND)
 #define HUB_NS 2300000000ll  /* so long a hub is given to say who is missing, before that is known to be rank 0 */
@@ -235,6 +235,13 @@ static int lists_rank(const char *text, size_t rank)
                     names_rank(list, "ranks ", rank));
 }
 
+/* Whether a timeout says that it lasted. */
+static int waited_out(const char *text)
+{
+    const char *waited = strstr(text, "waited ");
+    return waited && strtod(waited + 7, NULL) >= TIMEOUT_S;
+}
+
 /* What every rank that was not at fault leaves behind: nothing. */
 static int left_nothing(const job *j, size_t r, int code)
 {
@@ -290,7 +297,8 @@ static int survivor_is_right(const job *j, size_t r, const fault *f)
             return is_wrong("rank %zu: the timeout does not name rank %zu: %s", r, f->rank, text);
         if (!start_only && !strstr(text, "stopped by a signal") && !strstr(text, "not called by"))
             return is_wrong("rank %zu: the timeout does not say that rank %zu is stopped: %s", r, f->rank, text);
-        if (late_ns < (int64_t)(TIMEOUT_S * 1e9) - EARLY_NS || late_ns > most)
+        int early = late_ns < (int64_t)(TIMEOUT_S * 1e9) - EARLY_NS && !waited_out(text);
+        if (early || late_ns > most)
             return is_wrong("rank %zu: %.3f s instead of the timeout: %s", r, (double)late_ns * 1e-9, text);
         return 1;
     }

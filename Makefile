@@ -7,7 +7,7 @@ PYTEST := $(VENV)/bin/pytest -q
 # Python files are used where they lie; these ask for a new build.
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.[ch] csrc/cuda/*)
 
-.PHONY: help venv demo test long asan tsan fuzz model analyze cuda emulate bench lint clean
+.PHONY: help venv demo test long long-waiting long-others asan tsan fuzz model analyze cuda emulate bench lint clean
 
 help:
 	@echo "make venv    environment in $(VENV): pinned requirements, zero_c built in this folder"
@@ -51,9 +51,19 @@ demo: venv
 test: venv $(VENV)/.examples
 	$(PYTEST) tests
 
+# These mostly wait, for time to pass or for a single process, so the others run beside them.
+WAITING := $(addprefix tests/,test_soak.py test_restart.py test_fuzz.py test_gpu_check.py test_jobs.py test_examples_hf.py)
 # What `make emulate` and `make asan` run whole is left to them.
+ELSEWHERE := $(addprefix tests/,test_cuda.py test_gpu_arrays.py test_sanitized.py)
+
 long: venv $(VENV)/.examples
-	$(PYTEST) -m long tests --ignore=tests/test_cuda.py --ignore=tests/test_gpu_arrays.py --ignore=tests/test_sanitized.py
+	$(MAKE) --no-print-directory -j2 long-waiting long-others
+
+long-waiting:
+	$(PYTEST) -m long $(WAITING)
+
+long-others:
+	$(PYTEST) -m long tests $(addprefix --ignore=,$(WAITING) $(ELSEWHERE))
 
 asan: venv
 	$(PYTEST) tests/test_c.py -k "address"

@@ -44,7 +44,7 @@ OWN_POINT = {"construction": "construction: values are here", "load": "before re
              "backward": "reduce: a tile", "step": "step: decided", "save": "in the middle of a write",
              "async_save": "before fsync", "async_save alone": "before fsync", "close": "close: to be told"}
 TRIES = 2  # a machine may be busy with other things
-WALKERS = 3  # runs under way at a time: ranks of one mostly wait for each other, for a disk or for a timeout
+WALKERS = 4  # runs under way at a time: ranks of one mostly wait for each other, for a disk or for a timeout
 
 LIBRARY = ctypes.CDLL(None)
 LIBRARY.faults_point.restype = ctypes.c_char_p

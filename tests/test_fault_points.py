@@ -11,7 +11,7 @@ import fault_build
 import pytest
 from test_c import CSRC, run
 
-JOBS = 10  # under way at a time
+JOBS = 6  # under way at a time: enough to keep two cores busy
 DEADLINE_S = 500
 VARIANTS = ["start", "0", "1", "2", "3"]
 
@@ -104,8 +104,8 @@ def test_every_place_between_hosts(tmp_path, ranks):
 
 @pytest.mark.long
 @cuda_build.needs_headers
-@pytest.mark.parametrize(("ranks", "variant", "manners"), [(2, "start", "ksmg"), (2, "0", "kg"), (2, "1", "ksm"), (2, "2", "k"), (2, "3", "ksm"),
-                                                           (3, "1", "k"), (3, "3", "k")])
+@pytest.mark.parametrize(("ranks", "variant", "manners"), [(2, "start", "ksmg"), (2, "0", "g"), (2, "1", "m"), (2, "2", "k"), (2, "3", "s"),
+                                                           (3, "3", "k")])
 def test_every_place_with_gpus(tmp_path, ranks, variant, manners):
     walk(tmp_path, ranks, variant, manners, walker=fault_build.gpu_walker)
 

@@ -22,8 +22,10 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 # Two ranks' gradients have the same mean in the same bits here and there. The updates are rounded in another order: up to
 # 4 ulp of 2^-24 a step, which the training then carries on, and doubles every few steps.
 DDP_TOLERANCE = 2e-5
-# Through float16 activations a last bit of a weight may become a last bit of 11, in some of the activations.
-HALF_TOLERANCE = 2e-3
+# Through float16 activations a last bit of a weight becomes a last bit of 11 in some of them, and batch normalisation and
+# a learning rate of 1e-2 carry that on. DDP against itself, with every weight moved at random by up to 2 ulp after each
+# step, differs in 30 trainings by at most 7e-5 in the first three losses, 7e-3 in the others, and 1.4e-4 in the average.
+HALF_FIRST_TOLERANCE, HALF_TOLERANCE, HALF_AVERAGE_TOLERANCE = 3e-4, 3e-2, 6e-4
 # A sum of as many numbers in another order: some ulp of 2^-24 a step. Losses are printed with six decimals.
 ORDER_TOLERANCE = 2e-5
 
@@ -77,24 +79,26 @@ def trained(pair, tmp_path_factory):
     return train
 
 
-SCRIPTS = {"resnet_digits.py": (12, HALF_TOLERANCE), "gan.py": (20, DDP_TOLERANCE), "lora.py": (10, DDP_TOLERANCE),
-           "experts.py": (20, DDP_TOLERANCE), "compiled.py": (6, DDP_TOLERANCE)}
+# The tolerance of each loss.
+SCRIPTS = {"resnet_digits.py": [HALF_FIRST_TOLERANCE] * 3 + [HALF_TOLERANCE] * 9, "gan.py": [DDP_TOLERANCE] * 20,
+           "lora.py": [DDP_TOLERANCE] * 10, "experts.py": [DDP_TOLERANCE] * 20, "compiled.py": [DDP_TOLERANCE] * 6}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_losses_are_those_of_ddp(trained, name, stage):
-    steps, tolerance = SCRIPTS[name]
-    plain, ours = trained(name, "--ddp", steps), trained(name, f"--stage {stage}", steps)
+    tolerances = SCRIPTS[name]
+    plain, ours = (trained(name, how, len(tolerances)) for how in ("--ddp", f"--stage {stage}"))
     for rank in range(2):
-        assert len(ours[rank]["losses"]) == steps
-        assert ours[rank]["losses"] == pytest.approx(plain[rank]["losses"], rel=tolerance)
+        assert len(ours[rank]["losses"]) == len(plain[rank]["losses"]) == len(tolerances)
+        assert ours[rank]["losses"] == [pytest.approx(loss, rel=tolerance)
+                                        for loss, tolerance in zip(plain[rank]["losses"], tolerances)]
     assert ours[0]["losses"] != ours[1]["losses"], "ranks are to have batches of their own"
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "compiled.py"])  # it is cut at the units of stage 3
 def test_losses_are_the_same_bits_at_every_stage(trained, name):
-    runs = [[rank["losses"] for rank in trained(name, f"--stage {stage}", SCRIPTS[name][0])] for stage in (1, 2, 3)]
+    runs = [[rank["losses"] for rank in trained(name, f"--stage {stage}", len(SCRIPTS[name]))] for stage in (1, 2, 3)]
     assert runs[0] == runs[1] == runs[2]
 
 
@@ -102,7 +106,7 @@ def test_average_schedule_and_scale_of_the_resnet_are_those_of_ddp(trained):
     runs = [trained("resnet_digits.py", how, 12)[0] for how in ("--ddp", "--stage 1", "--stage 3")]
     assert len({run["scale"] for run in runs}) == len({run["lr"] for run in runs}) == 1
     assert runs[1]["average"] == runs[2]["average"]
-    assert runs[1]["average"] == pytest.approx(runs[0]["average"], rel=HALF_TOLERANCE)
+    assert runs[1]["average"] == pytest.approx(runs[0]["average"], rel=HALF_AVERAGE_TOLERANCE)
 
 
 def test_ranks_of_the_experts_call_different_ones(trained):

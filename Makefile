@@ -14,7 +14,7 @@ help:
 	@echo "make demo    train a small language model on two ranks, at stages 0 to 3 and with DDP (about two minutes)"
 	@echo "make test    the tests but those of minutes (what CI runs); some skip where CUDA 13, spin or nccl.h is missing"
 	@echo "             ($(VENV)/bin/pytest -rs tests says which); installs transformers, accelerate and lightning too (about 200 MB)"
-	@echo "make long    the tests that take minutes each, but for those that make emulate and make asan run"
+	@echo "make long    the tests that take minutes each, but for those that make emulate, asan and tsan run"
 	@echo "make asan    C tests, and the core of the Python suite, with address and undefined behaviour checks"
 	@echo "make tsan    C tests, on CPUs and on emulated GPUs, with the thread sanitizer"
 	@echo "make fuzz    every parser of foreign input reads made-up ones, SECONDS=300 each (tests/fuzz/README.md)"
@@ -48,13 +48,14 @@ $(VENV)/.examples: $(VENV)/.installed requirements-examples.txt
 demo: venv
 	$(RUN) examples/demo.py
 
+# Two files at a time: many tests wait, and tests of a file share their ranks.
 test: venv $(VENV)/.examples
-	$(PYTEST) tests
+	$(PYTEST) -n 2 --dist loadfile tests
 
 # These mostly wait, for time to pass or for a single process, so the others run beside them.
 WAITING := $(addprefix tests/,test_soak.py test_restart.py test_fuzz.py test_gpu_check.py test_jobs.py test_examples_hf.py)
-# What `make emulate` and `make asan` run whole is left to them.
-ELSEWHERE := $(addprefix tests/,test_cuda.py test_gpu_arrays.py test_sanitized.py)
+# What `make emulate`, `make asan` and `make tsan` run whole is left to them.
+ELSEWHERE := $(addprefix tests/,test_c.py test_cuda.py test_gpu_arrays.py test_sanitized.py)
 
 long: venv $(VENV)/.examples
 	$(MAKE) --no-print-directory -j2 long-waiting long-others
@@ -70,7 +71,7 @@ asan: venv
 	$(PYTEST) -m "long or not long" tests/test_sanitized.py
 
 tsan: venv
-	$(PYTEST) tests/test_c.py -k "thread"
+	$(PYTEST) -m "long or not long" tests/test_c.py -k "thread"
 	$(PYTEST) -m "long or not long" tests/test_load.py tests/test_cuda.py -k-thread
 
 SECONDS ?= 300

@@ -1,14 +1,14 @@
 """Python ranks that meet their end within one operation, and what their peers do then: test_fault_files.py runs this program.
 
-    fault_ranks.py FOLDER KIND RANKS STAGES OPERATIONS MANNERS all|some|one
+    fault_ranks.py FOLDER KIND RANKS STAGES OPERATIONS MANNERS all|some|turns|one
 
 with preload() of fault_build.py loaded before all other libraries, and its package(). KIND: numpy or torch. Ranks are forked from
 this process, which has imported all that they need and never had a communicator, so that a run takes some hundredths of a
 second.
 
 A first run lists the points that each rank comes to within an operation; then there is a run for every place that has to do
-with files and one for every other point ("some": for every point; "one": for the operation's own one, on the last rank), and
-manner: k killed, s stopped, e exits, f the call on the file fails, r the program raises. After each, fresh ranks load the
+with files and one for every other point ("some": for every point; "turns": the same of one rank where all come to it, and these take turns; "one": for the
+operation's own point, on the last rank), and manner: k killed, s stopped, e exits, f the call on the file fails, r the program raises. After each, fresh ranks load the
 checkpoint that is there and must reach the numbers of a run that nothing disturbed.
 """
 
@@ -25,6 +25,7 @@ import struct
 import sys
 import time
 import traceback
+import zlib
 from pathlib import Path
 
 import numpy
@@ -388,7 +389,11 @@ def faults_of(answers, ranks, operation, manners, level):
                 yield {"rank": rank, "point": "", "time": 0, "how": RAISES}
                 continue
             for name, number in places(answers[rank]["points"], manner, level != "all"):
-                if level != "one" or name == OWN_POINT[operation]:
+                if level == "turns" and all(name in answer["points"] for answer in answers):
+                    chosen = (zlib.crc32(name.encode()) + manner) % ranks == rank
+                else:
+                    chosen = level != "one" or name == OWN_POINT[operation]
+                if chosen:
                     yield {"rank": rank, "point": name, "time": number, "how": manner}
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 BUILD = ROOT / "build" / "ctest"
 CC = os.environ.get("CC", "gcc")
-RUN_DEADLINE_S = 180
+RUN_DEADLINE_S = 400  # of programs that take a minute or two where another test runs beside them
 
 SETUP = runpy.run_path(str(ROOT / "setup.py"), run_name="flags")
 FLAVOURS = {
@@ -44,6 +44,8 @@ def uses_threads(program):
 
 CASES = [(program, flavour) for program in PROGRAMS for flavour in FLAVOURS
          if flavour != "thread" or uses_threads(program)]
+# Minutes; test_comm_local has most of their ways through the core.
+LONG = {("test_engine", "thread"), ("test_hub", "thread"), ("test_stage3", "thread")}
 
 
 def flags_for(source, flavour):
@@ -114,7 +116,9 @@ def run(command, deadline_s, environment=()):
     return process.returncode, output
 
 
-@pytest.mark.parametrize(("program", "flavour"), CASES, ids=[f"{program.stem}-{flavour}" for program, flavour in CASES])
+@pytest.mark.parametrize(("program", "flavour"), [
+    pytest.param(program, flavour, id=f"{program.stem}-{flavour}", marks=[pytest.mark.long] if (program.stem, flavour) in LONG else [])
+    for program, flavour in CASES])
 def test_program(program, flavour):
     binary = link(BUILD / flavour / program.stem, [CC, *FLAVOURS[flavour], "-pthread"],
                   [compile_core(program, flavour), *core_objects(flavour), "-lm"])

@@ -53,7 +53,7 @@ def test_every_place_of_files_with_two_ranks(tmp_path, operation, manners):
 @pytest.mark.parametrize("ranks", ["2", "3", "4"])
 def test_every_point_of_files(tmp_path, ranks):
     # What is done to files does not depend on the stage.
-    walk(tmp_path, "numpy", ranks, "0,1" if ranks == "2" else "2", "save,load", "kesf", "some")
+    walk(tmp_path, "numpy", ranks, "0,1" if ranks == "2" else "2", "save,load", "kesf", "turns" if ranks == "4" else "some")
 
 
 @pytest.mark.long

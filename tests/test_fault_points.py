@@ -87,7 +87,8 @@ def test_one_place_of_every_point_with_gpus(tmp_path, ranks, variant, manners):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_place(tmp_path, ranks, variant):
-    met, passed = walk(tmp_path, ranks, variant, "ksemg" if ranks == 2 else "ksemgd")
+    # Two ranks and three meet every end at every place; of four, which two cores run slowly, one does, in turn.
+    met, passed = walk(tmp_path, ranks, variant, "ksemg" if ranks == 2 else "ksemgd", "turns" if ranks == 4 else "all")
     if variant != "start":
         passed = {name for name in passed if not name.startswith("start: ") and name not in BEFORE_AN_ENGINE}
     missing = {name for name in passed - met if not depends_on_time(name)}

@@ -2,11 +2,12 @@
  * Faults, by injection: a rank meets its end at every place of a run, and the others
  * must do what they promise.
  *
- *     walk FOLDER RANKS VARIANT MANNERS all|some JOBS
+ *     walk FOLDER RANKS VARIANT MANNERS all|turns|some JOBS
  *
  * A first run without a fault lists the places that each rank comes to.  Then there
- * is a run for every place of every rank and every manner ("some": for every point
- * once, of the first and the last rank), and after it another, of fresh ranks, which
+ * is a run for every place of every rank and every manner ("turns": for every place
+ * and manner, of one rank where all come to it, and these take turns; "some": for
+ * every point once, of the first and the last rank), and after it another, of fresh ranks, which
  * goes on from the checkpoint that is there and must reach the bits of a run that
  * nothing disturbed; but not twice from the same bytes.  JOBS runs are under way at a
  * time.  In the end it prints what was done and found, and the points that ranks came
@@ -65,7 +66,7 @@ typedef struct job {
 
 static const char *folder, *variant, *manners;
 static size_t ranks;
-static int stage, shared, overlap, start_only, hub, some;
+static int stage, shared, overlap, start_only, hub, some, turns;
 static uint64_t right_digest;
 static unsigned runs_made, jobs_numbered;
 static uint64_t gone_on_from[MOST_CHECKPOINTS];
@@ -568,21 +569,36 @@ static int depends_on_time(const char *name)
            !strncmp(name, "failure: ", 9);
 }
 
-/* The places of one rank, in the order in which it came to them. */
-static void add_places(const rank_report *seen, size_t rank, manner how)
+static long times_at(const rank_report *seen, size_t points, const char *name)
 {
+    long times = 0;
+    for (size_t k = 0; k < points; k++)
+        times += !strcmp(seen->point[k], name);
+    return times;
+}
+
+/* Whether it is for another rank to meet its end there. */
+static int left_to_another(const rank_report *all, size_t rank, const char *name, long time, manner how)
+{
+    for (size_t r = 0; r < ranks; r++)
+        if (times_at(&all[r], all[r].points, name) < time)
+            return 0;
+    return (zc_hash(ZC_HASH_START, name, strlen(name)) + (uint64_t)time + (uint64_t)how) % ranks != rank;
+}
+
+/* The places of one rank, in the order in which it came to them. */
+static void add_places(const rank_report *all_seen, size_t rank, manner how)
+{
+    const rank_report *seen = &all_seen[rank];
     size_t first = 0;
     while (!start_only && first < seen->points && strcmp(seen->point[first], "program: before construction"))
         first++;
     for (size_t k = first; k < seen->points; k++) {
         const char *name = seen->point[k];
-        long time = 0, all = 0;
-        for (size_t i = 0; i < seen->points; i++)
-            if (!strcmp(seen->point[i], name)) {
-                all++;
-                time += i <= k;
-            }
+        long time = times_at(seen, k + 1, name), all = times_at(seen, seen->points, name);
         if ((how == GAVE_UP && strncmp(name, "program: ", 9)) || (some && time != (all + 1) / 2))
+            continue;
+        if (turns && left_to_another(all_seen, rank, name, time, how))
             continue;
         item what = {.faults[0] = {.rank = rank, .how = how, .time = time}, .may_miss = depends_on_time(name)};
         memcpy(what.faults[0].point, name, POINT_BYTES);
@@ -594,7 +610,8 @@ static void add_questions(const rank_report *seen, const rank_report *start, siz
 {
     long first = start_only ? 1 : start->questions + 1, all = seen->questions;
     for (long k = first; k <= all; k += some ? 5 : 1)
-        add_item((item){.faults[0] = {.rank = rank, .how = NO_MEMORY, .time = k}, .may_miss = 1});
+        if (!turns || (size_t)k % ranks == rank)
+            add_item((item){.faults[0] = {.rank = rank, .how = NO_MEMORY, .time = k}, .may_miss = 1});
 }
 
 /* A first rank dies; a second one does when it tells this. */
@@ -673,7 +690,7 @@ static int list_places(job *whole)
             if (*m == 'm')
                 add_questions(seen, &start.plan->report[r], r);
             else if (*m != 'd')
-                add_places(seen, r, *m == 'k' ? KILLED : *m == 's' ? STOPPED : *m == 'e' ? EXITED : GAVE_UP);
+                add_places(whole->plan->report, r, *m == 'k' ? KILLED : *m == 's' ? STOPPED : *m == 'e' ? EXITED : GAVE_UP);
         }
     }
     if (strchr(manners, 'd'))
@@ -730,7 +747,7 @@ int main(int argc, char **argv)
     if (argc == 2)
         return rank_main(strtoul(argv[1], NULL, 10));
     if (argc != 7) {
-        fprintf(stderr, "usage: walk FOLDER RANKS VARIANT MANNERS all|some JOBS\n");
+        fprintf(stderr, "usage: walk FOLDER RANKS VARIANT MANNERS all|turns|some JOBS\n");
         return 2;
     }
     folder = argv[1];
@@ -738,6 +755,7 @@ int main(int argc, char **argv)
     variant = argv[3];
     manners = argv[4];
     some = !strcmp(argv[5], "some");
+    turns = !strcmp(argv[5], "turns");
     hub = !strcmp(variant, "hub");
     start_only = hub || !strcmp(variant, "start");
     stage = start_only ? 0 : variant[0] - '0';

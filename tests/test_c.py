@@ -44,8 +44,8 @@ def uses_threads(program):
 
 CASES = [(program, flavour) for program in PROGRAMS for flavour in FLAVOURS
          if flavour != "thread" or uses_threads(program)]
-# Minutes; test_comm_local has most of their ways through the core.
-LONG = {("test_engine", "thread"), ("test_hub", "thread"), ("test_stage3", "thread")}
+# Minutes, of `make tsan`; test_comm_local has most of their ways through the core.
+LONG = {(f"test_{name}", "thread") for name in ("engine", "hub", "parts", "stage3", "step")}
 
 
 def flags_for(source, flavour):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -372,6 +373,37 @@ def fails_in_thread(folder, stage, rank):
     opt.async_save(folder)
     opt.save(folder)
     return text, len(left), losses, len(os.listdir(folder))
+
+
+def says_that_it_is_done_late(folder):
+    """Rank 0's thread cannot write, and looks what is to be removed; only then rank 1's says that it has written."""
+    model, opt = build(2)
+    train(model, opt, 0, 1)
+    opt.save(folder)
+    rank, main, flush, look = opt._comm.rank, threading.main_thread(), os.fsync, Path.iterdir
+
+    def late(file):
+        if threading.current_thread() is not main:
+            if rank == 0:
+                raise OSError(28, "No space left on device")
+            time.sleep(0.3)
+        return flush(file)
+
+    def slow(path):
+        names, end = list(look(path)), time.monotonic() + 1.5
+        while rank == 0 and threading.current_thread() is not main and time.monotonic() < end and not any(
+                re.fullmatch(r"done-\w+-1", name) for name in os.listdir(path)):
+            time.sleep(0.001)
+        return iter(names)
+
+    os.fsync, Path.iterdir = late, slow
+    try:
+        opt.async_save(folder)
+        text = error_of(opt.wait_saved)
+    finally:
+        os.fsync, Path.iterdir = flush, look
+    opt._comm.barrier()
+    return text, sorted(os.listdir(folder))
 
 
 def dies_in_thread(folder):

@@ -174,6 +174,12 @@ def test_a_thread_that_cannot_write(groups, tmp_path, rank):
         assert left == later == FILES, (left, later)
 
 
+def test_a_thread_that_says_it_is_done_late(groups, tmp_path):
+    for text, files in groups(2).run(on_ranks.says_that_it_is_done_late, str(tmp_path)):
+        assert text.startswith("CheckpointError") and "rank 0" in text and "No space" in text, text
+        assert len(files) == FILES, files
+
+
 def test_a_rank_that_ends_meanwhile(groups, tmp_path):
     folder = str(tmp_path / "here")
     with RankGroup(2, leaks=False) as group:

@@ -233,6 +233,9 @@ class Saving:
             _blocks.let_go(file)
         if failed and not self._published and self._lock is not None and hasattr(self, "_save"):
             with contextlib.suppress(OSError):
+                for rank in range(1, self._ranks):  # it may yet rename the first to the second: whichever it is, it goes
+                    self.promise_path(rank).unlink(missing_ok=True)
+                    self.done_path(rank).unlink(missing_ok=True)
                 self._remove(lambda name: self._save in name or name == f"{MANIFEST}.new")
         if self._lock is not None:
             unlock(self._lock)

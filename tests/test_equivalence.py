@@ -91,7 +91,7 @@ def sizes_and_scenarios():
             yield pytest.param(n, optimizer, dtypes, id=f"{n}-{optimizer}-{'+'.join(dtypes)}")
 
 
-@pytest.mark.parametrize(("n", "optimizer", "dtypes"), sizes_and_scenarios())
+@pytest.mark.parametrize(("n", "optimizer", "dtypes"), list(sizes_and_scenarios()))
 def test_every_way_gives_the_bits_of_the_reference(groups, n, optimizer, dtypes):
     check(groups(n), ways(seed=n, optimizer=optimizer, dtypes=dtypes, steps=STEPS))
 

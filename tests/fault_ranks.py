@@ -7,9 +7,10 @@ this process, which has imported all that they need and never had a communicator
 second.
 
 A first run lists the points that each rank comes to within an operation; then there is a run for every place that has to do
-with files and one for every other point ("some": for every point; "turns": the same of one rank where all come to it, and these take turns; "one": for the
-operation's own point, on the last rank), and manner: k killed, s stopped, e exits, f the call on the file fails, r the program raises. After each, fresh ranks load the
-checkpoint that is there and must reach the numbers of a run that nothing disturbed.
+with files and one for every other point ("some": for every point; "turns": for every point, of one rank where all come to it,
+and these take turns; "one": for the operation's own point, on the last rank), and manner: k killed, s stopped, e exits, f the
+call on the file fails, r the program raises. After each, fresh ranks load the checkpoint that is there and must reach the
+numbers of a run that nothing disturbed.
 """
 
 import ctypes
@@ -381,6 +382,11 @@ def places(points, manner, some):
             yield name, number
 
 
+def left_to_another(answers, rank, name, manner):
+    """Whether it is for another rank to meet its end at this point, as all come to it."""
+    return all(name in answer["points"] for answer in answers) and (zlib.crc32(name.encode()) + manner) % len(answers) != rank
+
+
 def faults_of(answers, ranks, operation, manners, level):
     """What can befall the ranks in an operation; answers: of the run that listed its points."""
     for manner in (MANNERS[m] for m in manners):
@@ -389,11 +395,9 @@ def faults_of(answers, ranks, operation, manners, level):
                 yield {"rank": rank, "point": "", "time": 0, "how": RAISES}
                 continue
             for name, number in places(answers[rank]["points"], manner, level != "all"):
-                if level == "turns" and all(name in answer["points"] for answer in answers):
-                    chosen = (zlib.crc32(name.encode()) + manner) % ranks == rank
-                else:
-                    chosen = level != "one" or name == OWN_POINT[operation]
-                if chosen:
+                if level == "turns" and left_to_another(answers, rank, name, manner):
+                    continue
+                if level != "one" or name == OWN_POINT[operation]:
                     yield {"rank": rank, "point": name, "time": number, "how": manner}
 
 

@@ -308,7 +308,7 @@ def test_killed_ranks_change_no_bit(tmp_path):
 @pytest.mark.parametrize(("ranks", "kills"), [(2, 50), (3, 20)])
 def test_many_kills_change_no_bit(tmp_path, ranks, kills):
     steps = 100 * kills
-    assert killed_and_restarted(example(steps), tmp_path, ranks, kills, steps, seed=ranks) >= kills // 5
+    assert killed_and_restarted(example(steps), tmp_path, ranks, kills, steps, seed=ranks) >= 2 * kills // 5
 
 
 def killed_with_other_numbers(tmp_path, kills, steps, seed):

@@ -7,11 +7,11 @@
  * A first run without a fault lists the places that each rank comes to.  Then there
  * is a run for every place of every rank and every manner ("turns": for every place
  * and manner, of one rank where all come to it, and these take turns; "some": for
- * every point once, of the first and the last rank), and after it another, of fresh ranks, which
- * goes on from the checkpoint that is there and must reach the bits of a run that
- * nothing disturbed; but not twice from the same bytes.  JOBS runs are under way at a
- * time.  In the end it prints what was done and found, and the points that ranks came
- * by or met their end at.
+ * every point once, of the first and the last rank), and after it another, of fresh
+ * ranks, which goes on from the checkpoint that is there and must reach the bits of a
+ * run that nothing disturbed; but not twice from the same bytes.  JOBS runs are under
+ * way at a time.  In the end it prints what was done and found, and the points that
+ * ranks came by or met their end at.
  *
  * VARIANT: a stage, then s (shared parameters) or o (gathers that overlap), or "start", or "hub": ranks as on several
  * hosts, that have a communicator and no engine.
@@ -606,12 +606,24 @@ static void add_places(const rank_report *all_seen, size_t rank, manner how)
     }
 }
 
-static void add_questions(const rank_report *seen, const rank_report *start, size_t rank)
+/* The questions for memory of one rank that are walked over: those after the first ones, of its start. */
+static long first_question(const rank_report *start)
 {
-    long first = start_only ? 1 : start->questions + 1, all = seen->questions;
-    for (long k = first; k <= all; k += some ? 5 : 1)
-        if (!turns || (size_t)k % ranks == rank)
-            add_item((item){.faults[0] = {.rank = rank, .how = NO_MEMORY, .time = k}, .may_miss = 1});
+    return start_only ? 1 : (long)start->questions + 1;
+}
+
+static void add_questions(const rank_report *all_seen, const rank_report *all_started, size_t rank)
+{
+    long first = first_question(&all_started[rank]), of_all = all_seen[rank].questions + 1 - first;
+    for (size_t r = 0; r < ranks; r++) {
+        long asked = all_seen[r].questions + 1 - first_question(&all_started[r]);
+        of_all = asked < of_all ? asked : of_all;
+    }
+    for (long k = first; k <= all_seen[rank].questions; k += some ? 5 : 1) {
+        if (turns && k - first < of_all && (size_t)(k - first) % ranks != rank) /* as in left_to_another() */
+            continue;
+        add_item((item){.faults[0] = {.rank = rank, .how = NO_MEMORY, .time = k}, .may_miss = 1});
+    }
 }
 
 /* A first rank dies; a second one does when it tells this. */
@@ -688,7 +700,7 @@ static int list_places(job *whole)
             continue;
         for (const char *m = manners; *m; m++) {
             if (*m == 'm')
-                add_questions(seen, &start.plan->report[r], r);
+                add_questions(whole->plan->report, start.plan->report, r);
             else if (*m != 'd')
                 add_places(whole->plan->report, r, *m == 'k' ? KILLED : *m == 's' ? STOPPED : *m == 'e' ? EXITED : GAVE_UP);
         }

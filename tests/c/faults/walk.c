@@ -609,7 +609,7 @@ static void add_places(const rank_report *all_seen, size_t rank, manner how)
 /* The questions for memory of one rank that are walked over: those after the first ones, of its start. */
 static long first_question(const rank_report *start)
 {
-    return start_only ? 1 : (long)start->questions + 1;
+    return start_only ? 1 : start->questions + 1;
 }
 
 static void add_questions(const rank_report *all_seen, const rank_report *all_started, size_t rank)
